@@ -1,11 +1,11 @@
-"""Cases of functions along a sequence, statistics, convolutions, and operations without a record of their own."""
+"""Cases of functions along a sequence, statistics, convolutions, transforms, and operations without a record."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch.nn.functional as F
-from rule_case import T, X, case, same
+from rule_case import ENV, Case, T, X, case, same
 
 from autoplan.ir.symbols import Expr
 
@@ -148,4 +148,31 @@ GENERIC = [
         lambda x, i, y: x.scatter_add(1, i, y),
         dim=1,
     ),
+]
+
+
+def _fourier(function: str, x: str, y: str, **given: Any) -> Case:
+    """The transform `torch.fft.<function>` of x with these arguments."""
+    plain = {k: [n.evaluate(ENV) for n in v] if k == "sizes" and v else v for k, v in given.items()}
+    sizes, dims, norm = (plain.get(name) for name in ("sizes", "dims", "norm"))
+    words = {"s": sizes and [int(n) for n in sizes], "dim": dims}
+    if function[-1] not in "2n":
+        words = {"n": words["s"] and words["s"][0], "dim": dims[0]}
+    attrs = {"function": function, "sizes": None, "dims": None, "norm": None} | given
+    return case("fourier", [x], y, lambda v: getattr(T.fft, function)(v, norm=norm, **words), **attrs)
+
+
+FOURIER = [
+    _fourier("fft", "b, s, kv head", "complex: b, s, kv head", dims=(-1,)),
+    _fourier("ifft", "complex: b, s, kv head", "complex: b, s, kv head", dims=(1,), norm="ortho"),
+    _fourier("rfft", "b, s, kv head", "complex: b, five, kv head", dims=(1,)),
+    _fourier("irfft", "complex: b, five, kv head", "b, s, kv head", dims=(1,), sizes=(Expr.symbol("s"),)),
+    _fourier("fft", "b, keys, kv head", "complex: b, six, kv head", dims=(1,), sizes=(Expr.of(6),), norm="forward"),
+    _fourier("fft2", "b, kv group, keys", "complex: b, kv group, keys", dims=(-2, -1)),
+    _fourier("rfft2", "b, keys, eight, kv head", "complex: b, keys, five, kv head", dims=(1, 2), norm="ortho"),
+    _fourier("irfft2", "complex: b, kv head, four, five", "b, kv head, four, eight", dims=(-2, -1)),
+    _fourier("fftn", "b, keys", "complex: b, keys"),
+    _fourier("irfftn", "complex: b, kv head, five", "b, kv head, eight", sizes=(Expr.of(8),)),
+    case("fourier_shift", [X], X, lambda x: T.fft.fftshift(x, (1,)), function="fftshift", dims=(1,)),
+    case("fourier_shift", [X], X, T.fft.ifftshift, function="ifftshift", dims=None),
 ]

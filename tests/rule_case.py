@@ -2,7 +2,7 @@
 
 Tensors are written by their factors: `"b, s, kv group head"` is [b, s, kv*group*head], `1` a dim of size 1, `[]` a
 scalar. A word before `:` says what is in it: `const` has no gradient, `pos` is positive, `int16` holds integers below
-16, `target16` also -100, `bool` and `f32` are dtypes.
+16, `target16` also -100, `bool`, `f32` and `complex` are dtypes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FACTORS: dict[str, Expr] = {
     # two key-value heads: fewer than the four ranks
     **{name: Expr.of(size) for name, size in dict(kv=2, group=4, head=4, value=8, heads=4).items()},
     **{name: Expr.of(size) for name, size in dict(hidden=8, out=12, major=2, minor=8, vocab=16, two=2).items()},
-    **{name: Expr.of(size) for name, size in dict(three=3, six=6, nine=9, four=4, eight=8).items()},
+    **{name: Expr.of(size) for name, size in dict(three=3, five=5, six=6, nine=9, four=4, eight=8).items()},
 }
 
 
@@ -62,7 +62,7 @@ class Case:
         grad = False
         for i, text in enumerate(self.inputs):
             mark, dims = _read(text)
-            mine = mark in ("", "pos", "f32")
+            mine = mark in ("", "pos", "f32", "complex")
             grad |= mine
             out[f"x{i}"] = _value(
                 f"x{i}", dims, _DTYPES.get(mark, "int64" if mark[:3] in ("int", "tar") else "float64"), mine
@@ -70,7 +70,7 @@ class Case:
         for i, text in enumerate(self.outputs):
             mark, dims = _read(text)
             dtype = _DTYPES.get(mark, "int64" if mark == "int" else "float64")
-            mine = grad and "float" in dtype and mark != "const"
+            mine = grad and ("float" in dtype or "complex" in dtype) and mark != "const"
             out[f"y{i}"] = _value(f"y{i}", dims, dtype, mine)
         return out
 
@@ -86,6 +86,8 @@ class Case:
             elif mark.startswith("target"):
                 x = torch.randint(int(mark[6:]), shape, generator=g)
                 x[torch.rand(shape, generator=g) < 0.2] = -100
+            elif mark == "complex":
+                x = torch.view_as_complex(torch.randint(-40, 41, (*shape, 2), generator=g).to(torch.float64) / 16)
             elif mark == "bool":
                 x = torch.rand(shape, generator=g) < 0.6
             else:
@@ -98,7 +100,7 @@ class Case:
         return out
 
 
-_DTYPES = {"bool": "bool", "f32": "float32", "c32": "float32"}
+_DTYPES = {"bool": "bool", "f32": "float32", "c32": "float32", "complex": "complex128"}
 
 
 def _read(text: str) -> tuple[str, tuple[tuple[str, ...], ...]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from function_cases import CONVOLUTIONS, GENERIC, RECURRENT, SCANS, STATISTICS
+from function_cases import CONVOLUTIONS, FOURIER, GENERIC, RECURRENT, SCANS, STATISTICS
 from rule_case import Case, T, X, case, same
 
 from autoplan.ir.symbols import Expr
@@ -381,4 +381,16 @@ VIEWS = [
     case("full", [], "bool: b, s", lambda: T.full((2, 8), True), scalar=1, dtype="bool"),
 ]
 
-CASES = [*UNARY, *BINARY, *PRODUCTS, *ATTENTION, *VIEWS, *CONVOLUTIONS, *RECURRENT, *SCANS, *STATISTICS, *GENERIC]
+CASES = [
+    *UNARY,
+    *BINARY,
+    *PRODUCTS,
+    *ATTENTION,
+    *VIEWS,
+    *CONVOLUTIONS,
+    *RECURRENT,
+    *SCANS,
+    *STATISTICS,
+    *FOURIER,
+    *GENERIC,
+]

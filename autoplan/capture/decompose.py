@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from autoplan.capture import positions
@@ -244,9 +245,42 @@ def _counts_few(self: torch.Tensor, weights: Any = None, minlength: int = 0) -> 
     return minlength > 0 and whole and self.dtype is torch.int64
 
 
+def _written_slice(
+    self: torch.Tensor, src: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> torch.Tensor:
+    """Join what stands before a slice, what is written into it, and what stands behind: PyTorch has no derivative of
+    complex `slice_scatter`."""
+    size = self.shape[dim]
+    begin = 0 if start is None else start + size if start < 0 else start
+    behind = begin + src.shape[dim]
+    around = [(begin, self.narrow(dim, 0, begin)), (size - behind, self.narrow(dim, behind, size - behind))]
+    before, after = ([] if statically_known_true(length == 0) else [part] for length, part in around)
+    written = [*before, src.to(self.dtype), *after]
+    return torch.cat(written, dim) if len(written) > 1 else written[0]
+
+
+def _is_complex_slice(self: torch.Tensor, src: Any, dim: Any = 0, start: Any = 0, end: Any = 0, step: int = 1) -> bool:
+    return self.is_complex() and step == 1
+
+
 def _join(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Leave out tensors of shape [0], which PyTorch joins with anything."""
     return torch.cat([x for x in tensors if x.shape != (0,)], dim)
+
+
+def _joins_batches(tensors: Sequence[torch.Tensor], dim: int = 0) -> bool:
+    """Return True for tensors of one shape that are joined along the batch."""
+    first, others = tensors[0], tensors[1:]
+    if dim != 0 or not others or not first.dim():
+        return False
+    size: Any = first.shape[0]
+    alike = all(x.dim() == first.dim() and statically_known_true(x.shape[0] == size) for x in others)
+    return isinstance(size, torch.SymInt) and alike
+
+
+def _join_batches(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Join along a dim of its own, so that each part has the samples of a rank."""
+    return torch.cat([x.unsqueeze(0) for x in tensors]).flatten(0, 1)
 
 
 def _is_written_out(
@@ -304,8 +338,8 @@ _OWN: Mapping[str, tuple[_Form, ...]] = {
     ),
     "aten.cross_entropy_loss.default": _given(_is_loss, _loss),
     **{f"aten.conv{n}d.default": _given(_are_patches, _patches) for n in (1, 2, 3)},
+    "aten.slice_scatter.default": _given(_is_complex_slice, _written_slice),
     "aten.copy.default": _given(lambda *given: True, _copy),
-    "aten.cat.default": _given(lambda tensors, dim=0: any(x.shape == (0,) for x in tensors), _join),
     **{
         f"aten.{name}.{overload}": _given(_is_of_a_batch, function)
         for name, function in _VARIANCES.items()
@@ -314,6 +348,10 @@ _OWN: Mapping[str, tuple[_Form, ...]] = {
     "aten.bincount.default": _given(_counts_few, _bincount),
     "aten.max.dim": _extremes("max"),
     "aten.min.dim": _extremes("min"),
+    "aten.cat.default": (
+        *_given(lambda tensors, dim=0: any(x.shape == (0,) for x in tensors), _join),
+        *_given(_joins_batches, _join_batches),
+    ),
     "aten.index.Tensor": (
         _Form(positions.is_view, positions.viewed),
         _Form(positions.is_gather, positions.written_gather),

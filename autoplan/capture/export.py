@@ -20,6 +20,7 @@ from autoplan.capture.frontend.bags import CaptureBags
 from autoplan.capture.frontend.batch_norm import capture_batch_norm
 from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
 from autoplan.capture.frontend.counters import Counters
+from autoplan.capture.frontend.equal_parts import CaptureParts
 from autoplan.capture.frontend.expert_loops import ExpertLoops
 from autoplan.capture.frontend.experts import capture_experts, capture_hf_experts
 from autoplan.capture.frontend.held import HeldParameters
@@ -35,7 +36,7 @@ from autoplan.capture.frontend.huggingface import (
 )
 from autoplan.capture.frontend.inplace import CaptureData, can_be_functional, refuse_shared, without_mutation
 from autoplan.capture.frontend.inputs import LossFn, LossModule, check_arguments, uncompiled
-from autoplan.capture.frontend.layer_tracer import LayerTracer, layer_modules
+from autoplan.capture.frontend.layer_tracer import LayerTracer, block_kinds, layer_modules
 from autoplan.capture.frontend.lengths import length_symbols, target_inputs
 from autoplan.capture.frontend.lengths_held import Lengths
 from autoplan.capture.frontend.masks import Ledger
@@ -181,7 +182,7 @@ def _capture(
             raise
         refuse_shared(program, model)
         trace = Translator(without_mutation(program), wrapper, lengths, names).run()
-    graph = assemble(trace, type(model).__name__, *_parameters(model))
+    graph = assemble(trace, type(model).__name__, *_parameters(model), block_kinds(model))
     if graph is None:
         return None
     fixed = _fixed_lengths(wrapper, example_inputs, symbols)
@@ -266,6 +267,7 @@ def _patched(
                 experts,
                 recurrent,
                 CaptureBags,
+                CaptureParts,
                 CaptureData,
                 CaptureSelections,
                 samples,

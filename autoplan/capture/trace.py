@@ -26,6 +26,9 @@ class Trace:
 
     Attributes:
         region: node name -> layer, "" outside layers.
+        within: node name -> the calls of modules that made it, from outside inwards (`capture.places.calls_of`). Nodes
+            that passes add have none.
+        roots: layer -> the module that the names inside it are relative to, where that is another one.
         params, buffers: value -> full name in the model.
         layer_inputs, layer_outputs: layer -> values that enter and leave it.
         results: what the model returns besides the loss, where the loss depends on it: name -> value.
@@ -36,6 +39,8 @@ class Trace:
     values: dict[str, Value] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     region: dict[str, str] = field(default_factory=dict)
+    within: dict[str, tuple[str, ...] | None] = field(default_factory=dict)
+    roots: dict[str, str] = field(default_factory=dict)
     inputs: list[str] = field(default_factory=list)
     params: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -13,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from autoplan.capture.decompose import Traces, decomposed, other_form
-from autoplan.capture.frontend import inputs
 from autoplan.capture.frontend.aliases import Aliases
 from autoplan.capture.frontend.buffers import plain_tensors
 from autoplan.capture.frontend.inplace import (
@@ -39,6 +37,7 @@ from autoplan.capture.frontend.inputs import LossModule
 from autoplan.capture.frontend.lengths_held import Lengths, error_kind
 from autoplan.capture.generic import generic, is_pointwise, why_impure
 from autoplan.capture.ops import OPS, SKIP, Arguments, lower
+from autoplan.capture.places import calls_of, place_in_model, scope_of, source_of, source_within
 from autoplan.capture.positions import one_copy
 from autoplan.capture.trace import Repeat, Trace
 from autoplan.errors import CaptureError, FormError
@@ -55,21 +54,6 @@ _MOST_CONSTANTS = 4096  # elements of a tensor that stands in the program as num
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype as graphs write it: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-def source_of(node: fx.Node) -> str:
-    """Return 'file:line' of the user's code that made the node (base name only)."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    if found and found[-1][0] == inputs.__file__:
-        return "the loss function"  # torch records no frame inside it, only the call
-    return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
-
-
-def _place_of(node: fx.Node) -> str:
-    """Return what an error says of where a node was made: its line, and its module where the line is PyTorch's."""
-    where, scope = source_of(node), _scope_of(node)
-    found = re.findall(r'File "([^"]+)", line', node.meta.get("stack_trace") or "")
-    return f"{where}, in module {scope!r}" if scope and found and "/torch/nn/" in found[-1] else where
 
 
 def _restore_users(module: fx.GraphModule) -> None:
@@ -92,23 +76,6 @@ def _overload(target: str) -> torch._ops.OpOverload | None:
     return found if isinstance(found, torch._ops.OpOverload) else None
 
 
-def _source_within(module: fx.GraphModule, region: Any) -> str:
-    """Return 'file:line' of the first line of the user's code that a region runs."""
-    sub = cast(fx.GraphModule, module.get_submodule(str(region.target)))
-    for node in sub.graph.nodes:
-        frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-        own = [f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in frames if "/torch/" not in file]
-        if own:
-            return own[-1]
-    return ""
-
-
-def _scope_of(node: fx.Node) -> str:
-    """Return the path of the module whose forward made the node, relative to the user's model."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]).removeprefix("model").removeprefix(".") if stack else ""
-
-
 class Translator:
     """A translator of the ATen graph of one exported program into a Trace."""
 
@@ -126,6 +93,7 @@ class Translator:
         self.trace: Trace = Trace()
         self.env: dict[fx.Node, Any] = {}
         self.layer: list[str] = []
+        self.within: tuple[str, ...] | None = None  # the calls of modules that the node at hand is made in
         self.unused: FreshNames = FreshNames(names)
         self.refused: dict[str, CaptureError] = {}
         self.traces: Traces = {}
@@ -215,12 +183,13 @@ class Translator:
     def _graph(self, module: fx.GraphModule, graph: fx.Graph) -> None:
         for node in graph.nodes:
             if node.op == "call_function":
+                self.within = calls_of(node)
                 try:
                     self._node(module, node)
                 except CaptureError as exc:
                     where = source_of(node)
                     named = not where or where in str(exc)
-                    self._refused(node, exc if named else error_kind(exc)(f"{_place_of(node)}: {exc}"))
+                    self._refused(node, exc if named else error_kind(exc)(f"{place_in_model(node)}: {exc}"))
 
     def _refused(self, node: fx.Node, why: CaptureError) -> None:
         """Note why a node cannot be captured, and go on as if it could be, to find all such nodes.
@@ -304,7 +273,7 @@ class Translator:
             return
         like = node.meta["val"].unsqueeze(written.dim) if written.one else node.meta["val"]
         item = IrOp("full", (), {"scalar": scalar})
-        record_fill(written, self._emit(item, (), [like], source_of(node), _scope_of(node))[0], source_of(node))
+        record_fill(written, self._emit(item, (), [like], source_of(node), scope_of(node))[0], source_of(node))
         self.env[node] = written
 
     @staticmethod
@@ -334,7 +303,7 @@ class Translator:
         """
         kind, dtype, enabled, _, region, *inputs = node.args
         if enabled:
-            where = _source_within(module, region) or node.name
+            where = source_within(module, region) or node.name
             raise CaptureError(
                 f"{where}: the model computes in a region of torch.autocast({kind!r}, {dtype}), which casts by the op; "
                 "cast there by .to(dtype), or leave it to precision='bf16' or 'fp16' of autoplan.parallelize"
@@ -356,7 +325,7 @@ class Translator:
             found = self.env.get(actual)
             if without_gradients and isinstance(found, str) and self.trace.values[found].requires_grad:
                 item = IrOp("detach", (found,), {})
-                found = self._emit(item, (found,), [actual.meta["val"]], source_of(node), _scope_of(node))[0]
+                found = self._emit(item, (found,), [actual.meta["val"]], source_of(node), scope_of(node))[0]
             self.env[placeholder] = found
             placeholder.meta.setdefault("val", actual.meta.get("val"))
         self._graph(sub, sub.graph)
@@ -407,7 +376,7 @@ class Translator:
         try:
             result = self._lowered(target, node)
         except CaptureError as exc:
-            raise error_kind(exc)(f"{_place_of(node) or node.name}: {exc}") from exc
+            raise error_kind(exc)(f"{place_in_model(node) or node.name}: {exc}") from exc
         if result is None:
             return
         if isinstance(result, Alias) or self._is_noop(result, node):
@@ -419,7 +388,7 @@ class Translator:
     def _emit_all(self, results: list[IrOp], node: fx.Node, wide: torch.dtype | None) -> None:
         """Emit the ops that a node becomes; `wide`: computed in this dtype, and cast."""
         meta = node.meta["val"]
-        made, computed, where, scope = list[str](), meta, source_of(node), _scope_of(node)
+        made, computed, where, scope = list[str](), meta, source_of(node), scope_of(node)
         if wide is not None:
             results, computed = [*results, IrOp("to", ("$0",), {})], meta.to(wide)
         for item in results:
@@ -525,6 +494,7 @@ class Translator:
             attrs["dtype"] = None
         node = Node(base, item.op, tensors, tuple(outs), attrs, scope, where)
         self.trace.append(node, self.layer[-1] if self.layer else "")
+        self.trace.within[base] = self.within
         return outs
 
     def _arguments(self, node: fx.Node, op: torch._ops.OpOverload | None) -> tuple[Arguments, dict[str, Any]]:
@@ -560,33 +530,33 @@ class Translator:
         found = self.env.get(node)
         if isinstance(found, Constant):
             item = IrOp("full", (), {"scalar": found.value})
-            self.env[node] = self._emit(item, (), [node.meta["val"]], source_of(node), _scope_of(node))[0]
+            self.env[node] = self._emit(item, (), [node.meta["val"]], source_of(node), scope_of(node))[0]
             return cast(str, self.env[node])
         layer = self.layer[-1] if self.layer else ""
         if isinstance(found, Painted):
             key = layer, found.values._version
             if key not in found.names:
                 item = IrOp("constant", (), {"values": tuple(found.values.flatten().tolist())})
-                found.names[key] = self._emit(item, (), [node.meta["val"]], source_of(node), _scope_of(node))[0]
+                found.names[key] = self._emit(item, (), [node.meta["val"]], source_of(node), scope_of(node))[0]
             return found.names[key]
         if isinstance(found, ConstantTensor):
             if layer not in found.names:  # every layer that uses it makes its own
                 item = IrOp("constant", (), {"values": found.values})
-                found.names[layer] = self._emit(item, (), [found.meta], source_of(node), _scope_of(node))[0]
+                found.names[layer] = self._emit(item, (), [found.meta], source_of(node), scope_of(node))[0]
             return found.names[layer]
         if isinstance(found, Assembly):
             filler = FILLED.get(str(found.node.target))
             if not found.name and not found.parts and filler is not None:
                 item = IrOp("full", (), {"scalar": filler})
                 meta = found.node.meta["val"]
-                found.name = self._emit(item, (), [meta], source_of(found.node), _scope_of(found.node))[0]
+                found.name = self._emit(item, (), [meta], source_of(found.node), scope_of(found.node))[0]
             if not found.name:
                 pieces = found.pieces()
                 if pieces is None:
                     raise CaptureError(f"{source_of(node)}: a tensor is used before all of it is written")
                 parts = tuple(pieces)
                 item = IrOp("cat", parts, {"dim": found.dim})
-                found.name = self._emit(item, parts, [node.meta["val"]], source_of(node), _scope_of(node))[0]
+                found.name = self._emit(item, parts, [node.meta["val"]], source_of(node), scope_of(node))[0]
             return found.name
         if not isinstance(found, str):
             raise CaptureError(f"{node.name} ({node.target}) is used as a tensor but is not one")

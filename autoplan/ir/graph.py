@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -56,6 +57,14 @@ class Result(NamedTuple):
 def denominator(index: int) -> str:
     """Return the name of the input with a denominator of the loss."""
     return f"{LOSS_DENOMINATOR}{index + 1}" if index else LOSS_DENOMINATOR
+
+
+_AROUND_LAYERS = re.compile(r"model|embed|head|glue\d+|tables\d*")  # names of calls
+
+
+def is_around_layers(name: str) -> bool:
+    """Return True for the name of a call that is no layer: what is before, between and behind the layers."""
+    return _AROUND_LAYERS.fullmatch(name) is not None
 
 
 def of_the_batch(name: str) -> bool:

@@ -14,6 +14,7 @@ from autoplan.ops import (
     convolutions,
     elementwise,
     experts,
+    fourier,
     generic,
     losses,
     making,
@@ -45,6 +46,7 @@ _FAMILIES = (
     recurrent,
     scans,
     statistics,
+    fourier,
     generic,
 )
 

@@ -11,7 +11,7 @@ from autoplan.config.kernels import ASYNC_TP, COMPILE
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.recompute import MODULES
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.ir.graph import Block, ModelGraph, Node
+from autoplan.ir.graph import Block, ModelGraph, Node, is_around_layers
 from autoplan.ir.symbols import Expr
 from autoplan.names import mtp_model
 from autoplan.ops.batch import batch_obstacle, context_obstacle
@@ -84,9 +84,7 @@ MTP_PREFIX = "mtp."  # of the names of layers that predict tokens after the next
 
 def layer_calls(graph: ModelGraph) -> list[str]:
     """Return the layer calls between which a pipeline may be cut (embedding, head, glue and tables are excluded)."""
-    # capture names a layer by its module path, which has a dot, or is a place in a model that is a sequence; calls
-    # around layers have a name without one
-    return [c.name for c in graph.calls if c.params and ("." in c.name or c.name.isdigit())]
+    return [c.name for c in graph.calls if c.params and not is_around_layers(c.name)]
 
 
 def num_mtp_layers(graph: ModelGraph) -> int:

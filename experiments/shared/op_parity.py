@@ -215,7 +215,7 @@ def _gradients(case: Case, outs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     found = {}
     for i, out in enumerate(outs):
         random = torch.randint(-40, 41, out.shape, generator=g).to(
-            out.dtype if out.is_floating_point() else torch.float64
+            out.dtype if out.is_floating_point() or out.is_complex() else torch.float64
         )
         if values[f"y{i}"].requires_grad:
             found[i] = random / 16

@@ -3,9 +3,11 @@
 Every element of an outermost `nn.ModuleList` is a layer. So are the blocks of an `nn.Sequential` or `nn.ModuleDict`,
 two or more modules of one class that have modules of their own; single operations between them (a convolution, a norm)
 are not layers. Where no two of the elements are alike, but those inside them are (stages of a vision model), the
-layers are those inside. During the export a layer's forward is wrapped. The first of several identical layers is traced
-in full between two marker ops; each of the others becomes one opaque op. The cost of a capture then does not grow with
-depth, while everything outside the layers (loops, per-layer glue) is traced as it is.
+layers are those inside. A model without any is divided after its trace (`capture.layers.divide`).
+
+During the export a layer's forward is wrapped. The first of several identical layers is traced in full between two
+marker ops; each of the others becomes one opaque op. The cost of a capture then does not grow with depth, while
+everything outside the layers (loops, per-layer glue) is traced as it is.
 
 Identity is proved, not assumed: same module classes, parameter and buffer shapes, tensors that are one tensor, hooks of
 the modules inside (those of the layer itself run around its forward), and plain attributes. Attributes that differ
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,6 +151,15 @@ def _is_block(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleList):
         return False
     return any(any(True for _ in child.parameters()) for child in module.children())
+
+
+def block_kinds(model: nn.Module) -> dict[str, Hashable]:
+    """Return the kinds of the modules that are made of modules with parameters, by path.
+
+    The kind is the class; sequences are of one kind if their modules are of the same classes.
+    """
+    made = [(path, m) for path, m in model.named_modules(remove_duplicate=False) if path and _is_block(m)]
+    return {path: (type(m), *map(type, m.children() if type(m) is nn.Sequential else ())) for path, m in made}
 
 
 def _same(a: object, b: object) -> bool:

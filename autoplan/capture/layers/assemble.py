@@ -7,9 +7,11 @@ stage recomputes them instead of receiving them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
+from autoplan.capture.layers.divide import divide
+from autoplan.capture.layers.segments import Segment, segments_of
 from autoplan.capture.passes.batch_size import averages_of_micro_batches, counts_of_others, wide_means
 from autoplan.capture.passes.coupled import penalties, routed_nodes, router_terms
 from autoplan.capture.passes.hoist import hoist, simplify
@@ -17,7 +19,6 @@ from autoplan.capture.passes.live import asked_of_first, drop_dead, pure_values,
 from autoplan.capture.passes.updates import whole_updates
 from autoplan.capture.trace import Trace
 from autoplan.errors import CaptureError
-from autoplan.ir.dataflow import Dataflow
 from autoplan.ir.fresh import FreshNames
 from autoplan.ir.graph import (
     LOSS_DENOMINATOR,
@@ -30,23 +31,12 @@ from autoplan.ir.graph import (
     Result,
     Value,
     denominator,
-    of_the_batch,
 )
 from autoplan.ir.symbols import Expr
 from autoplan.ops.generic import FUNCTION
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.table import op_has, op_kind, op_record, updated_buffers
 from autoplan.units import LossUnit
-
-
-@dataclass
-class _Segment:
-    """A run of nodes that becomes one call."""
-
-    name: str
-    kind: str  # "layer" | "repeat" | "glue" | "tables"
-    nodes: list[Node] = field(default_factory=list)
-    repeat: int = -1
 
 
 @dataclass(frozen=True)
@@ -68,8 +58,18 @@ class _Loss:
         return {count.target for count in self.counts if count.target is not None}
 
 
-def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
-    """Return the ModelGraph of a trace (without factors); None if merged layers are not self-contained."""
+def assemble(
+    trace: Trace,
+    name: str,
+    params: dict[str, Parameter],
+    buffers: dict[str, Parameter],
+    kinds: Mapping[str, Hashable],
+) -> ModelGraph | None:
+    """Return the ModelGraph of a trace (without factors); None if merged layers are not self-contained.
+
+    Args:
+        kinds: of the modules that are made of modules with parameters, which can be layers (`divide`).
+    """
     simplify(trace)
     if not whole_updates(trace):
         return None
@@ -83,7 +83,8 @@ def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dic
     penalties(trace)
     averages_of_micro_batches(trace, loss.targets)
     pure = pure_values(trace)
-    segments = _segments(trace, pure)
+    divide(trace, pure, kinds)
+    segments = segments_of(trace, pure)
     return _Builder(trace, segments, loss, pure).graph(name, params, buffers)
 
 
@@ -222,51 +223,10 @@ def _unsplit_notes(blocks: Iterable[Block]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _segments(trace: Trace, pure: set[str]) -> list[_Segment]:
-    tables = _tables([trace.nodes[i] for kind, i in trace.order if kind == "node"], trace, pure)
-    in_tables = {n.name for segment in tables for n in segment.nodes}
-    out: list[_Segment] = []
-    for kind, index in trace.order:
-        if kind == "repeat":
-            out.append(_Segment(trace.repeats[index].layer, "repeat", repeat=index))
-        elif trace.nodes[index].name not in in_tables:
-            node = trace.nodes[index]
-            layer = trace.region[node.name]
-            kind = "layer" if layer else "glue"
-            if not out or out[-1].kind != kind or (layer and out[-1].name != layer):
-                out.append(_Segment(layer, kind))
-            out[-1].nodes.append(node)
-    _name_glue(out)
-    return [*tables, *out]
-
-
-def _name_glue(segments: list[_Segment]) -> None:
-    """Name the segments outside the layers: embed before them, head behind them, numbered glue between."""
-    if len(segments) == 1:
-        segments[0].name = segments[0].name or "model"
-        return
-    for i, segment in enumerate(s for s in segments if s.kind == "glue"):
-        segment.name = "embed" if segment is segments[0] else "head" if segment is segments[-1] else f"glue{i}"
-
-
-def _tables(nodes: list[Node], trace: Trace, pure: set[str]) -> list[_Segment]:
-    """Return the connected parts of the parameter-free nodes outside layers.
-
-    Nodes that follow from the denominator of the loss are apart from those that it is counted by, which run before.
-    """
-    mine = [n for n in nodes if not trace.region[n.name] and set(n.outputs) <= pure]
-    flow = Dataflow([(n.tensor_inputs, n.outputs) for n in mine])
-    given = [i for i, n in enumerate(mine) if not all(map(of_the_batch, n.tensor_inputs))]
-    late = {*given, *flow.following(given)}
-    parts = [*flow.parts(set(range(len(mine))) - late), *flow.parts(late)]
-    names = (f"tables{i}" if i else "tables" for i in range(len(parts)))
-    return [_Segment(name, "tables", [mine[k] for k in part]) for name, part in zip(names, parts, strict=True)]
-
-
 class _Builder:
     """The builder of blocks and calls from the segments of a trace; not `ok` once a layer is not self-contained."""
 
-    def __init__(self, trace: Trace, segments: list[_Segment], loss: _Loss, pure: set[str]) -> None:
+    def __init__(self, trace: Trace, segments: list[Segment], loss: _Loss, pure: set[str]) -> None:
         self.trace, self.segments, self.loss, self.pure = trace, segments, loss, pure
         self.blocks: dict[str, Block] = {}
         # layer -> its block, actual inputs and actual outputs, for first layers
@@ -376,7 +336,7 @@ class _Builder:
         """Return the name of a parameter inside a block: relative to the layer, or full if another module holds it."""
         return full.removeprefix(f"{layer}.") if layer and full.startswith(f"{layer}.") else full
 
-    def _segment(self, segment: _Segment, needed: set[str]) -> None:
+    def _segment(self, segment: Segment, needed: set[str]) -> None:
         layer = segment.name if segment.kind == "layer" else ""
         nodes = [replace(n, inputs=tuple(self.rename.get(x, x) if x else x for x in n.inputs)) for n in segment.nodes]
         made = list(dict.fromkeys(x for n in nodes for x in n.outputs))
@@ -388,8 +348,9 @@ class _Builder:
             self.ok = False
             return
         outs = [x for x in made if x in needed]
-        block = self._intern(self._block(segment.name, layer, nodes, given, params, buffers, outs), layer)
-        names = self._names(nodes, given, layer)
+        root = self.trace.roots.get(layer, layer)
+        block = self._intern(self._block(segment.name, root, nodes, given, params, buffers, outs), layer)
+        names = self._names(nodes, given, root)
         self.by_layer[segment.name] = (block, given, outs)
         self._place(segment.name, names)
         self.calls.append(
@@ -415,7 +376,7 @@ class _Builder:
         """
         if not layer:
             return ins
-        entering = list(dict.fromkeys(self.rename.get(x, x) for x in self.trace.layer_inputs[layer]))
+        entering = list(dict.fromkeys(self.rename.get(x, x) for x in self.trace.layer_inputs.get(layer, ())))
         if set(ins) - set(entering) and any(r.first == layer for r in self.trace.repeats):
             return None
         return [x for x in entering if x in ins] + [x for x in ins if x not in entering]
@@ -501,7 +462,7 @@ class _Builder:
             outputs=outs,
         )
 
-    def _repeat(self, segment: _Segment) -> None:
+    def _repeat(self, segment: Segment) -> None:
         repeat = self.trace.repeats[segment.repeat]
         layer, first, outs = repeat.layer, repeat.first, repeat.outputs
         ins = [self.rename.get(x, x) for x in repeat.inputs]

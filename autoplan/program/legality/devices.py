@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from autoplan.config.choice import is_count
 from autoplan.config.parallel import ParallelConfig
-from autoplan.program.facts import Facts
+from autoplan.program.facts import Facts, ModelFacts, layer_calls
 from autoplan.program.legality.rule import Rule, Scope
 
 
@@ -43,7 +43,15 @@ def _heads(c: ParallelConfig, f: Facts) -> str | None:
 def _stage_each(c: ParallelConfig, f: Facts) -> str | None:
     if f.model is None or c.pp <= f.model.num_layers:
         return None
-    return f"pp={c.pp} needs at least as many layers, the model has {f.model.num_layers}"
+    return _too_few_layers(c, f.model)
+
+
+def _too_few_layers(c: ParallelConfig, model: ModelFacts) -> str:
+    """Say how many layers there are, and why there is but one (`capture.layers.divide`)."""
+    why, layers = "", layer_calls(model.graph)
+    if model.num_layers == 1:
+        why = f", {layers[0]}" if layers else ", since all but one of its parts are too light to be one"
+    return f"pp={c.pp} needs at least as many layers, the model has {model.num_layers}{why}"
 
 
 def _chunks(ends: bool) -> Callable[[ParallelConfig, Facts], str | None]:
@@ -51,7 +59,7 @@ def _chunks(ends: bool) -> Callable[[ParallelConfig, Facts], str | None]:
         if f.model is None or c.pp * c.virtual_stages <= f.model.num_layers + (f.model.num_ends if ends else 0):
             return None
         if c.virtual_stages == 1:
-            return f"pp={c.pp} needs at least as many layers, the model has {f.model.num_layers}"
+            return _too_few_layers(c, f.model)
         return (
             f"pp={c.pp} x virtual_stages={c.virtual_stages} = {c.pp * c.virtual_stages} chunks need at least as many "
             f"layers, the model has {f.model.num_layers}"
