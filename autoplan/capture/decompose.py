@@ -240,6 +240,15 @@ def _bincount(self: torch.Tensor, weights: torch.Tensor | None = None, minlength
     return counted.new_zeros(minlength).scatter_add(0, self.to(torch.int64), counted)
 
 
+def _dropout(input: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the dropout of a program where every op makes a new tensor as that of a model; nothing reads its mask."""
+    return F.dropout(input, p, train is not False), torch.ones_like(input, dtype=torch.bool)
+
+
+def _without_mask(node: fx.Node) -> bool:
+    return all(user.args[1:] == (0,) for user in node.users)
+
+
 def _counts_few(self: torch.Tensor, weights: Any = None, minlength: int = 0) -> bool:
     whole = weights is None or weights.dtype in (torch.float32, torch.float64)
     return minlength > 0 and whole and self.dtype is torch.int64
@@ -345,6 +354,7 @@ _OWN: Mapping[str, tuple[_Form, ...]] = {
         for name, function in _VARIANCES.items()
         for overload in ("default", "dim", "correction")
     },
+    "aten.native_dropout.default": (_Form(_without_mask, _dropout),),
     "aten.bincount.default": _given(_counts_few, _bincount),
     "aten.max.dim": _extremes("max"),
     "aten.min.dim": _extremes("min"),
