@@ -79,7 +79,7 @@ def divide(trace: Trace, pure: Set[str], kinds: Mapping[str, Hashable]) -> None:
     if layers and sum(p.share for found in pieces for p in found if p.is_block) <= _share_of_layers(trace, shares):
         return
     parts = [part for found in pieces for part in _parts(found)]
-    if len(layers) + len(parts) > 1:
+    if len(layers) + len(parts) > 1 and not _divides_updates(trace, parts):
         _mark(trace, parts, layers)
 
 
@@ -188,6 +188,21 @@ def _parts(pieces: Iterable[_Piece]) -> Iterator[_Part]:
 
 def _is_part(pieces: Sequence[_Piece]) -> bool:
     return sum(p.share for p in pieces) >= _LEAST and any(p.has_params for p in pieces)
+
+
+def _divides_updates(trace: Trace, parts: Sequence[_Part]) -> bool:
+    """Return True if a buffer that is changed would be used in two places: each would have a copy of its own."""
+    of_part = {e.node.name: i for i, part in enumerate(parts) for piece in part for e in piece.entries}
+    changed = trace.updated_buffers()
+    places, place, before = dict[str, set[int]](), 0, -1
+    for kind, index in trace.order:
+        node = trace.nodes[index] if kind == "node" else None
+        here = -2 if node is None else of_part.get(node.name, -1)
+        place += here != before
+        before = here
+        for name in changed & set(node.tensor_inputs if node is not None else ()):
+            places.setdefault(name, set()).add(place)
+    return any(len(found) > 1 for found in places.values())
 
 
 def _mark(trace: Trace, parts: Iterable[_Part], layers: Set[str]) -> None:
