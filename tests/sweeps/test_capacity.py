@@ -362,7 +362,7 @@ def test_the_files_that_are_shown_are_legal(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(of_cluster)
     cluster = Cluster.parse(str(path))
-    assert cluster.num_devices == 128 and cluster.price == Price(2.5, "our contract", "2026-11-01")
+    assert cluster.num_devices == 512 and cluster.price == Price(2.5, "our contract", "2026-11-01")
     path.write_text(re.sub("devices_per_node.*\ndevice:.*\n", "instance: p5.48xlarge\n", of_cluster))
     assert Cluster.parse(str(path)).levels == cluster.levels
     path.write_text(of_fabric)
