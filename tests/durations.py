@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".json")
-A_TEST_S, LONGEST_S = 1.2, 4.0
+A_TEST_S, LONGEST_S = 0.8, 2.0
 ALL_S = 20.0
 LEAST_S = 0.3
 UNMEASURED_S = 0.02  # of a test that is not in the file
