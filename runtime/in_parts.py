@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoplan.runtime.parts import Documents, Part, attend, attend_backward, join, wide_of
+from autoplan.runtime.parts import Documents, Part, attend, attend_backward, heads_inside, join, wide_of
 from autoplan.runtime.private import in_graph
 from autoplan.runtime.sinks import gradient_of_sinks, with_sinks
 
@@ -173,7 +173,7 @@ for _schema in _SCHEMAS:
 
 def _run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _forward(*args)
-    return out.contiguous(), lse.contiguous()
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
 
 def _run_backward(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -181,7 +181,7 @@ def _run_backward(*args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _like_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide_of(q.dtype))
+    return heads_inside(q, v), q.new_empty(q.shape[:3], dtype=wide_of(q.dtype))
 
 
 def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:

@@ -61,6 +61,12 @@ def join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: tor
     lse.copy_(new)
 
 
+def heads_inside(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a new result, [b, h, s, e], in memory [b, s, h, e]: the product behind it reads rows without a copy."""
+    b, h, s, _ = q.shape
+    return q.new_empty(b, s, h, v.shape[3], dtype=dtype or q.dtype).transpose(1, 2)
+
+
 def wide_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALVES else dtype
 
@@ -218,14 +224,14 @@ def _scores(
 def _attend_plainly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, same: Documents | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    outs, ends = [], []
+    out, ends = heads_inside(q, v), []
     for rows, keys in _blocks(part, q.shape[2], k.shape[2]):
         scores, _ = _scores(q, k, part, rows, keys, scale, wide_of(q.dtype), same)
         lse = scores.logsumexp(-1)
         shares = scores.sub_(lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp_()
-        outs.append((shares.to(v.dtype) @ v[:, :, keys].unsqueeze(2)).flatten(1, 2))
+        out[:, :, rows] = (shares.to(v.dtype) @ v[:, :, keys].unsqueeze(2)).flatten(1, 2)
         ends.append(lse.flatten(1, 2))
-    return torch.cat(outs, 2), torch.cat(ends, 2)
+    return out, torch.cat(ends, 2)
 
 
 def _attend_plainly_backward(

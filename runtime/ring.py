@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from autoplan.runtime import functional
 from autoplan.runtime.mesh import current_mesh
-from autoplan.runtime.parts import Documents, Part, attend, attend_backward, join, wide_of
+from autoplan.runtime.parts import Documents, Part, attend, attend_backward, heads_inside, join, wide_of
 from autoplan.runtime.private import group_named, in_graph
 from autoplan.runtime.sinks import gradient_of_sinks, with_sinks
 
@@ -205,7 +205,7 @@ def _forward(
     """Return the result, [b, h, 2 l, e], and the log-sum-exp of all scores, [b, h, 2 l], float32 or wider."""
     length = q.shape[2] // 2
     wide = wide_of(q.dtype)
-    out = _heads_inside(q, v, wide).zero_()
+    out = heads_inside(q, v, wide).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
     for source, buffer in ring.rotate(_packed(k, v)):
         keys, values = _unpacked(buffer, k, v)
@@ -265,12 +265,6 @@ def _backward(
     return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype)
 
 
-def _heads_inside(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a new result, [b, h, s, e], in memory [b, s, h, e]: the product behind it reads rows without a copy."""
-    b, h, s, _ = q.shape
-    return q.new_empty(b, s, h, v.shape[3], dtype=dtype or q.dtype).transpose(1, 2)
-
-
 # -- as one operator of a compiled graph, which cannot hold sends and receives ----------------------------------------
 
 _LIBRARY = torch.library.Library("autoplan_ring", "DEF")  # type: ignore[no-untyped-call]
@@ -308,7 +302,7 @@ def _run_backward(*args: Any) -> Any:
 
 
 def _like_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _heads_inside(q, v), q.new_empty(q.shape[:3], dtype=wide_of(q.dtype))
+    return heads_inside(q, v), q.new_empty(q.shape[:3], dtype=wide_of(q.dtype))
 
 
 def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:

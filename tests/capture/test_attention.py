@@ -190,7 +190,7 @@ def test_what_makes_these_kinds_special_matters(monkeypatch: pytest.MonkeyPatch)
     assert abs(loss(chunked(5)) - loss(chunked(64))) > 1e-3
     torch.manual_seed(0)
     monkeypatch.setattr(hf_attention._Call, "is_plain_for_eager", lambda *_: False)
-    monkeypatch.setattr(hf_attention._Call, "sinks", lambda *_: None)
+    monkeypatch.setattr(hf_attention._Call, "special", lambda *_: None)
     model = sinks().double().eval()
     got, _ = run(model, capture(model, batch), batch)
     assert abs(got - model(**batch).loss.item()) > 1e-3

@@ -68,7 +68,8 @@ def test_what_it_names_works_and_the_search_finds_it() -> None:
 def test_zero_names_the_block_of_two_dtypes(zero_stage: int) -> None:
     """It was an error of the runtime after the search, also where nobody had pinned the stage."""
     message = (
-        rf"zero_stage={zero_stage}: the parameters of 'layers\.0' are in bfloat16 and float32.*nearest legal: zero_stage=0"
+        rf"zero_stage={zero_stage}: the parameters of 'layers\.0' are in bfloat16 and float32.*"
+        "nearest legal: zero_stage=0"
     )
     with pytest.raises(PinError, match=message):
         _planned(TwoDtypes(torch.bfloat16), dp=2, zero_stage=zero_stage)
