@@ -280,7 +280,7 @@ def test_a_thread_is_read_while_c_makes_others():
     """`faulthandler` reads all threads without their locks, and fell over one that was just being made."""
     with Pool(1) as workers:
         ((made, reads, names),) = workers.run(read_beside_foreign_threads, 1.0)
-    assert made > 100 and reads > 100 and names == ["failing_jobs.py"]
+    assert made > 20 and reads > 20 and names == ["failing_jobs.py"]
 
 
 def test_no_garbage_is_collected_while_a_stack_is_read(monkeypatch):
