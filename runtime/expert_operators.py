@@ -19,25 +19,14 @@ from autoplan.runtime.expert_exchange import count_rows, exchange
 from autoplan.runtime.expert_forms import ExpertForm
 from autoplan.runtime.expert_products import Groups, TracedGroups, by_expert_counted, in_one_product, of_sources
 from autoplan.runtime.expert_rows import Chosen, Gradients, Needs
+from autoplan.runtime.operators import Operator, define_operators
 from autoplan.runtime.private import group_named, ignored_sizes, new_size
 
 _OPERATORS = torch.ops.autoplan_experts
-_LIBRARY = torch.library.Library("autoplan_experts", "DEF")  # type: ignore[no-untyped-call]
 _ROWS = (
     "Tensor places, Tensor? weights, Tensor ends, Tensor held, int k, str activation, bool gated, bool interleaved, "
     "bool transposed, bool scales_inputs, float? alpha, float? limit"
 )
-_SCHEMAS = (
-    "by_expert(Tensor index, int num_local, int? first, int ranks) -> (Tensor, Tensor, Tensor)",
-    f"dispatch(Tensor index, int num_local, str? group, str? inner) -> ({', '.join(['Tensor'] * 9)})",
-    "move(Tensor rows, Tensor sent, Tensor come, Tensor like, int times, str group) -> Tensor",
-    "forward(Tensor hidden, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, "
-    f"{_ROWS}) -> (Tensor, Tensor)",
-    "backward(Tensor grad, Tensor hidden, Tensor gate_up, Tensor down, Tensor? down_bias, Tensor first, bool[] need, "
-    f"{_ROWS}) -> Tensor[]",
-)
-for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 
 
 def traced(groups: Groups) -> bool:
@@ -232,12 +221,35 @@ def _like_backward(
     return [x.new_empty(x.shape) for x, needed in zip(like, need, strict=True) if needed and x is not None]
 
 
-for _name, _run, _like in (
-    ("by_expert", _by_expert, _like_by_expert),
-    ("dispatch", _dispatch, _like_dispatch),
-    ("move", _move, _like_move),
-    ("forward", _forward, _like_forward),
-    ("backward", _backward, _like_backward),
-):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"autoplan_experts::{_name}", _like, lib=_LIBRARY)
+_LIBRARY = define_operators(
+    "autoplan_experts",
+    (
+        Operator(
+            "by_expert(Tensor index, int num_local, int? first, int ranks) -> (Tensor, Tensor, Tensor)",
+            _by_expert,
+            _like_by_expert,
+        ),
+        Operator(
+            f"dispatch(Tensor index, int num_local, str? group, str? inner) -> ({', '.join(['Tensor'] * 9)})",
+            _dispatch,
+            _like_dispatch,
+        ),
+        Operator(
+            "move(Tensor rows, Tensor sent, Tensor come, Tensor like, int times, str group) -> Tensor",
+            _move,
+            _like_move,
+        ),
+        Operator(
+            "forward(Tensor hidden, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, "
+            f"{_ROWS}) -> (Tensor, Tensor)",
+            _forward,
+            _like_forward,
+        ),
+        Operator(
+            "backward(Tensor grad, Tensor hidden, Tensor gate_up, Tensor down, Tensor? down_bias, Tensor first, "
+            f"bool[] need, {_ROWS}) -> Tensor[]",
+            _backward,
+            _like_backward,
+        ),
+    ),
+)

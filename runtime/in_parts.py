@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoplan.runtime.operators import Operator, define_operators
 from autoplan.runtime.parts import Documents, Part, attend, attend_backward, heads_inside, join, wide_of
 from autoplan.runtime.private import in_graph
 from autoplan.runtime.sinks import gradient_of_sinks, with_sinks
@@ -113,8 +114,8 @@ def _forward(
     """Return the result, [b, h, s, e], and the log-sum-exp of the scores, [b, h, s], float32 or wider."""
     found = []
     for part, first, end in keys_by_part(q.shape[2], k.shape[2], causal, window, softcap):
-        same = _documents(of_queries, of_keys, first, end)
-        found.append(attend(q, k[:, :, first:end], v[:, :, first:end], part, scale, same))
+        keys, values, same = _of_piece(k, v, of_queries, of_keys, first, end)
+        found.append(attend(q, keys, values, part, scale, same))
     out, lse = found[0]
     if len(found) == 1:
         return out, lse
@@ -141,9 +142,8 @@ def _backward(
     """Return the gradients of q, k and v."""
     pieces, found = keys_by_part(q.shape[2], k.shape[2], causal, window, softcap), []
     for part, first, end in pieces:
-        same = _documents(of_queries, of_keys, first, end)
-        given = grad, q, k[:, :, first:end], v[:, :, first:end], out, lse
-        found.append(attend_backward(*given, part, scale, same))
+        keys, values, same = _of_piece(k, v, of_queries, of_keys, first, end)
+        found.append(attend_backward(grad, q, keys, values, out, lse, part, scale, same))
     if len(pieces) == 1 and pieces[0][1:] == (0, k.shape[2]):
         for_q, for_k, for_v = found[0]
     else:
@@ -155,20 +155,20 @@ def _backward(
     return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype)
 
 
-def _documents(of_queries: torch.Tensor | None, of_keys: torch.Tensor | None, first: int, end: int) -> Documents | None:
-    return None if of_queries is None or of_keys is None else (of_queries, of_keys[:, first:end])
+def _of_piece(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    of_queries: torch.Tensor | None,
+    of_keys: torch.Tensor | None,
+    first: int,
+    end: int,
+) -> tuple[torch.Tensor, torch.Tensor, Documents | None]:
+    """Return keys and values of a piece, and the documents of its queries and keys."""
+    same = None if of_queries is None or of_keys is None else (of_queries, of_keys[:, first:end])
+    return k[:, :, first:end], v[:, :, first:end], same
 
 
 # -- as one operator of a compiled graph, whose compiler would keep the scores of the forward for the backward ---------
-
-_LIBRARY = torch.library.Library("autoplan_parts", "DEF")  # type: ignore[no-untyped-call]
-_HOW = "Tensor? of_queries, Tensor? of_keys, bool causal, float scale, int? window, float? softcap"
-_SCHEMAS = (
-    f"forward(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)",
-    f"backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}) -> (Tensor, Tensor, Tensor)",
-)
-for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 
 
 def _run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,6 +188,20 @@ def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-for _name, _run, _like in (("forward", _run_forward, _like_forward), ("backward", _run_backward, _like_backward)):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"autoplan_parts::{_name}", _like, lib=_LIBRARY)
+_HOW = "Tensor? of_queries, Tensor? of_keys, bool causal, float scale, int? window, float? softcap"
+_LIBRARY = define_operators(
+    "autoplan_parts",
+    (
+        Operator(
+            f"forward(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)",
+            _run_forward,
+            _like_forward,
+        ),
+        Operator(
+            "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+            f"{_HOW}) -> (Tensor, Tensor, Tensor)",
+            _run_backward,
+            _like_backward,
+        ),
+    ),
+)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from autoplan.runtime import functional
 from autoplan.runtime.mesh import current_mesh
+from autoplan.runtime.operators import Operator, define_operators
 from autoplan.runtime.parts import Documents, Part, attend, attend_backward, heads_inside, join, wide_of
 from autoplan.runtime.private import group_named, in_graph
 from autoplan.runtime.sinks import gradient_of_sinks, with_sinks
@@ -267,16 +268,6 @@ def _backward(
 
 # -- as one operator of a compiled graph, which cannot hold sends and receives ----------------------------------------
 
-_LIBRARY = torch.library.Library("autoplan_ring", "DEF")  # type: ignore[no-untyped-call]
-_HOW = "str group, int index, bool causal, float scale, int? window, float? softcap"
-_SCHEMAS = (
-    f"forward(Tensor q, Tensor k, Tensor v, Tensor? ids, {_HOW}) -> (Tensor, Tensor)",
-    "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? ids, bool back, "
-    f"{_HOW}) -> (Tensor, Tensor, Tensor)",
-)
-for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-
 
 def _operator(name: str, *args: Any) -> Any:
     """Call the operator with the tensors of `_forward` or `_backward`; the last of `args` are their other arguments."""
@@ -309,6 +300,20 @@ def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-for _name, _run, _like in (("forward", _run_forward, _like_forward), ("backward", _run_backward, _like_backward)):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"autoplan_ring::{_name}", _like, lib=_LIBRARY)
+_HOW = "str group, int index, bool causal, float scale, int? window, float? softcap"
+_LIBRARY = define_operators(
+    "autoplan_ring",
+    (
+        Operator(
+            f"forward(Tensor q, Tensor k, Tensor v, Tensor? ids, {_HOW}) -> (Tensor, Tensor)",
+            _run_forward,
+            _like_forward,
+        ),
+        Operator(
+            "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? ids, bool back, "
+            f"{_HOW}) -> (Tensor, Tensor, Tensor)",
+            _run_backward,
+            _like_backward,
+        ),
+    ),
+)

@@ -114,7 +114,7 @@ def computed_on_cpu(f: OpFacts) -> tuple[OpKind, float]:
     A mask halves nothing there, and windows are blocks (`_in_blocks`); attention in parts has blocks of rows.
     """
     if is_in_parts(f.attrs):
-        kind = OpKind.PRODUCT if in_row_blocks(f) else OpKind.ATTENTION
+        kind = OpKind.PRODUCT if is_in_row_blocks(f) else OpKind.ATTENTION
         return kind, 2.0 * f.inputs[0].num_elements // f.inputs[0].shape[-1] * keys_per_query(f) * _widths(f)
     there = _in_blocks(f) if _is_windowed(f) else f
     q, k, v = there.inputs[:3]
@@ -284,11 +284,13 @@ _COMPOSED = [
 ]
 
 
-def in_row_blocks(f: OpFacts) -> bool:
-    """Return True if attention in parts holds scores of a block of queries at a time (`_kernel` of runtime/parts.py).
+def is_in_row_blocks(f: OpFacts) -> bool:
+    """Return True for attention in parts that holds scores of a block of queries at a time (`_kernel` of parts.py).
 
     On CUDA flash attention takes all but documents, capped scores and 32 bits; windows on most GPUs.
     """
+    if not is_in_parts(f.attrs):
+        return False
     if f.attrs.get("documents") or f.attrs.get("softcap") or (f.device_type == "cpu" and _is_windowed(f)):
         return True
     q, k, v = f.inputs[:3]
@@ -303,7 +305,7 @@ def keys_per_query(f: OpFacts) -> float:
     keys = f.inputs[1].shape[2]
     if not f.attrs.get("causal"):
         return keys
-    if not in_row_blocks(f):
+    if not is_in_row_blocks(f):
         return keys / 2
     window = f.attrs["window"] if f.attrs.get("window") is not None else keys
     total = 0
@@ -319,7 +321,7 @@ def _widths(f: OpFacts) -> int:
 
 def _in_parts_workspace(f: OpFacts) -> tuple[int, int]:
     """Return the bytes of scores, their mask and probabilities of a block of queries, and of their gradients."""
-    if not in_row_blocks(f):
+    if not is_in_row_blocks(f):
         return _workspace(f)
     q, k = f.inputs[:2]
     rows = min(ROW_BLOCK, q.shape[2])

@@ -18,7 +18,7 @@ from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.work import BlockWork, OpWork, Workload
 from autoplan.errors import RehearsalError
 from autoplan.ir.graph import ModelGraph
-from autoplan.ops.attention import computed_on_cpu, in_row_blocks, is_in_parts
+from autoplan.ops.attention import computed_on_cpu, is_in_row_blocks
 from autoplan.ops.experts import FIRST, FIRST_BIAS, SECOND
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import OpFacts
@@ -448,7 +448,8 @@ def _arithmetic(ops: Iterable[OpWork], method: ContextMethod | None, cp: int) ->
     out = CpuFlops()
     for op in ops:
         if op_kind(op.op) is OpKind.ATTENTION:
-            times = {FORWARD: 1.0, BACKWARD: _BLOCKS_AGAIN if method is None and _is_in_blocks(op) else 2.0}
+            again = method is None and is_in_row_blocks(_facts(op))
+            times = {FORWARD: 1.0, BACKWARD: _BLOCKS_AGAIN if again else 2.0}
             for what, least, spare in _attention(op, method, cp):
                 out.least.update({(what, phase): n * least for phase, n in times.items()})
                 out.spare.update({(what, phase): n * spare for phase, n in times.items()})
@@ -458,9 +459,8 @@ def _arithmetic(ops: Iterable[OpWork], method: ContextMethod | None, cp: int) ->
     return out
 
 
-def _is_in_blocks(op: OpWork) -> bool:
-    facts = OpFacts(op.op, dict(op.attrs), op.inputs, op.outputs)
-    return is_in_parts(facts.attrs) and in_row_blocks(facts)
+def _facts(op: OpWork) -> OpFacts:
+    return OpFacts(op.op, dict(op.attrs), op.inputs, op.outputs)
 
 
 def _summed_biases(op: OpWork) -> float:
@@ -480,7 +480,7 @@ def _attention(op: OpWork, method: ContextMethod | None, cp: int) -> list[tuple[
     Over a cut sequence masks may cost all pairs of tokens. A ring computes what has windows or documents, and what no
     kernel takes, in blocks of queries (`runtime.ring`): these are products, besides the kernel's.
     """
-    facts = OpFacts(op.op, dict(op.attrs), op.inputs, op.outputs)
+    facts = _facts(op)
     kind, flops = computed_on_cpu(facts)
     what = BY_PRODUCTS if kind is OpKind.PRODUCT else BY_ATTENTION
     if method is None:

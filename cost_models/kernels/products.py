@@ -24,7 +24,7 @@ from autoplan.cost_models.kernels.gpu import (
 )
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import OpWork
-from autoplan.ops.attention import in_row_blocks, is_in_parts, keys_per_query, unfused_in_megatron
+from autoplan.ops.attention import is_in_row_blocks, keys_per_query, unfused_in_megatron
 from autoplan.ops.experts import FIRST, FIRST_BIAS, SECOND, expert_sizes
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import OpFacts
@@ -136,27 +136,40 @@ def _unfused_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _
     """Return the time of batched products of all scores (a causal mask saves nothing) and of the passes over them."""
     if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
         return None
-    query, key, value = work.inputs[:3]
+    query, key = work.inputs[:2]
     heads, queries, keys = size_of(query.shape[:-2]), query.shape[-2], key.shape[-2]
-    forward = ((queries, keys, query.shape[-1]), (queries, value.shape[-1], keys))
+    parts = _products_of_scores(work, phase, device, known, queries, keys)
+    if not parts:
+        return None
+    moved = _SCORE_PASSES[phase] * heads * queries * keys * float(dtype_bytes(query.dtype))
+    return _together(parts, moved / (known.memory_share * device.memory_bytes_per_s), True)
+
+
+def _products_of_scores(
+    work: OpWork, phase: str, device: Device, known: KernelTimings, rows: float, keys: float, *, again: bool = False
+) -> list[Seconds]:
+    """Return the seconds of the products of attention, of some rows of queries with some keys in all heads.
+
+    Args:
+        again: the scores are computed once more.
+    """
+    query, key, value = work.inputs[:3]
     width = float(dtype_bytes(query.dtype))
-    parts = [
+    scores: _Sizes = (rows, keys, query.shape[-1])
+    both: tuple[_Sizes, ...] = scores, (rows, value.shape[-1], keys)
+    sizes = [s for each in both for s in _sides(*each, phase, query.requires_grad, key.requires_grad)]
+    return [
         known.product_s(
             device,
             KernelKind.HALF,
-            *sizes,
-            groups=heads,
+            *each,
+            groups=size_of(query.shape[:-2]),
             operand_bytes=width,
             output_bytes=width,
-            aligned=is_aligned(KernelKind.HALF, width, query.shape[-1], value.shape[-1], keys),
+            aligned=is_aligned(KernelKind.HALF, width, query.shape[-1], value.shape[-1], int(keys)),
         )
-        for rows, columns, depth in forward
-        for sizes in _sides(rows, columns, depth, phase, query.requires_grad, key.requires_grad)
+        for each in ([scores, *sizes] if again else sizes)
     ]
-    if not parts:
-        return None
-    moved = _SCORE_PASSES[phase] * heads * queries * keys * width
-    return _together(parts, moved / (known.memory_share * device.memory_bytes_per_s), True)
 
 
 # Bytes that a score costs where the scores of a block of queries are held at a time: as `_scores`, `_attend_plainly`
@@ -167,27 +180,10 @@ _CAP_BYTES = {"forward": 16.0, "backward": 52.0}
 
 def _in_blocks_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
     """Return the time of products of blocks of queries with the keys that they see, and of the passes over scores."""
-    facts = _facts(work)
-    query, key, value = work.inputs[:3]
+    facts, query = _facts(work), work.inputs[0]
     heads, rows = size_of(query.shape[:-2]), min(ROW_BLOCK, query.shape[-2])
     keys, blocks = keys_per_query(facts), query.shape[-2] / rows
-    width = float(dtype_bytes(query.dtype))
-    first: _Sizes = (rows, keys, query.shape[-1])
-    second: _Sizes = (rows, value.shape[-1], keys)
-    both: tuple[_Sizes, ...] = first, second
-    sizes = [s for each in both for s in _sides(*each, phase, query.requires_grad, key.requires_grad)]
-    parts = [
-        known.product_s(
-            device,
-            KernelKind.HALF,
-            *each,
-            groups=heads,
-            operand_bytes=width,
-            output_bytes=width,
-            aligned=is_aligned(KernelKind.HALF, width, query.shape[-1], value.shape[-1], int(keys)),
-        )
-        for each in (sizes if phase == "forward" else [first, *sizes])  # the backward computes the scores again
-    ]
+    parts = _products_of_scores(work, phase, device, known, rows, keys, again=phase == "backward")
     moved = _BLOCK_BYTES[phase] + (_CAP_BYTES[phase] if facts.attrs.get("softcap") else 0.0)
     moved *= heads * query.shape[-2] * keys
     together = _together(parts, 0.0, False)
@@ -197,10 +193,6 @@ def _in_blocks_s(work: OpWork, phase: str, device: Device, known: KernelTimings,
 
 def _facts(work: OpWork) -> OpFacts:
     return OpFacts(work.op, dict(work.attrs), work.inputs, work.outputs, device_type="cuda")
-
-
-def _is_in_blocks(work: OpWork) -> bool:
-    return len(work.inputs) > 2 and is_in_parts(dict(work.attrs)) and in_row_blocks(_facts(work))
 
 
 # Context parallelism computes attention for one part of the keys after the other, and adds up the results: bytes per
@@ -344,7 +336,7 @@ def model_of(work: OpWork, mode: Mode, device: Device, options: RunOptions) -> _
     kind = op_kind(work.op)
     if kind is OpKind.ATTENTION and is_unfused(work, mode, options):
         return _unfused_s
-    if kind is OpKind.ATTENTION and mode is not Mode.FUSED and _is_in_blocks(work):
+    if kind is OpKind.ATTENTION and mode is not Mode.FUSED and is_in_row_blocks(_facts(work)):
         return _in_blocks_s
     if kind is OpKind.EXPERTS and options.fused_experts:
         return _fused_experts_s
