@@ -55,6 +55,7 @@ class Option:
         cost_s: seconds of every micro-batch.
         once_s: seconds once per step, such as the update of a stored parameter.
         parts: the options that a merged option stands for, with the names of their choices.
+        num_sends: collectives inside it, in both passes of every micro-batch.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Option:
     strategy: Strategy | None = None
     parts: tuple[tuple[str, Option], ...] = ()
     once_s: float = 0.0
+    num_sends: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ def _nothing_s(key: ValueKey, source: Layout, target: Layout) -> float:
     return 0.0
 
 
+def _no_sends(key: ValueKey, source: Layout, target: Layout) -> int:
+    """Return the collectives of a conversion where none has any."""
+    return 0
+
+
 @dataclass(frozen=True)
 class IntraProblem:
     """The choices of a model, and the prices of converting its values.
@@ -101,6 +108,8 @@ class IntraProblem:
         state_budget_bytes: limit of parameters, gradients and optimizer state of one rank, all layers.
         convert_once_s: seconds of a conversion once per step.
         num_micro_batches: micro-batches per step, which share what is once per step. Nothing else depends on it.
+        num_sends: collectives of a conversion, in both passes of every micro-batch.
+        send_s: seconds of the host for each of these and of `Option.num_sends`; 0 where only the device counts.
     """
 
     choices: tuple[LayoutChoice, ...]
@@ -110,6 +119,8 @@ class IntraProblem:
     state_budget_bytes: float | None = None
     convert_once_s: Callable[[ValueKey, Layout, Layout], float] = _nothing_s
     num_micro_batches: int = 1
+    num_sends: Callable[[ValueKey, Layout, Layout], int] = _no_sends
+    send_s: float = 0.0
 
     def filtered(self, allowed: Callable[[LayoutChoice, Option], bool]) -> IntraProblem:
         """Return the problem with only the allowed options. InfeasibleError names a choice left without any."""
@@ -132,10 +143,10 @@ def evaluate_selection(problem: IntraProblem, selection: Selection) -> float:
     total = state = 0.0
     native: dict[ValueKey, Layout] = {}
     needed: dict[ValueKey, set[Layout]] = {}
-    number = problem.num_micro_batches
+    number, send_s = problem.num_micro_batches, problem.send_s
     for choice in problem.choices:
         option = selection[choice.name]
-        total += choice.weight * (option.cost_s + option.once_s / number)
+        total += choice.weight * (option.cost_s + option.once_s / number + option.num_sends * send_s)
         state += choice.weight * option.state_bytes
         native.update(option.provides)
         for key, layout in option.requires:
@@ -148,7 +159,8 @@ def evaluate_selection(problem: IntraProblem, selection: Selection) -> float:
                 cost = problem.convert_s(key, native[key], layout)
                 if cost is None:
                     return float("inf")
-                total += problem.weights[key] * (cost + problem.convert_once_s(key, native[key], layout) / number)
+                cost += problem.convert_once_s(key, native[key], layout) / number
+                total += problem.weights[key] * (cost + problem.num_sends(key, native[key], layout) * send_s)
     return total
 
 
@@ -239,9 +251,15 @@ class _Build:
             seconds = found(key, source, target)
             return 0.0 if seconds is None else seconds[1]
 
-        number = self.settings.num_micro_batches
         return IntraProblem(
-            tuple(self.choices), weights, convert_s, tuple(restrictions), budget, convert_once_s, number
+            tuple(self.choices),
+            weights,
+            convert_s,
+            tuple(restrictions),
+            budget,
+            convert_once_s,
+            self.settings.num_micro_batches,
+            self._num_sends,
         )
 
     def _least_state(self) -> float:
@@ -274,7 +292,8 @@ class _Build:
             requires = tuple(((block.name, v), layout) for v, layout in zip(node.tensor_inputs, s.inputs, strict=True))
             provides = tuple(((block.name, v), layout) for v, layout in zip(node.outputs, s.outputs, strict=True))
             cost = self._work_s(block, node, s) + self._special_s(node, block, s)
-            options.append(Option(s.name, requires, provides, cost, strategy=s))
+            num_sends = len(self._reductions(s))
+            options.append(Option(s.name, requires, provides, cost, strategy=s, num_sends=num_sends))
         weight = float(self.counts[block.name])
         self.choices.append(
             LayoutChoice(f"{block.name}/{node.name}", tuple(options), weight, follows=op_has(node.op, Trait.FOLLOWS))
@@ -306,18 +325,24 @@ class _Build:
     def _collective_s(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
         return self.costs.collective_s(kind, num_bytes, self.op_costs.groups[axes]).mid
 
+    @staticmethod
+    def _reductions(s: Strategy, sums: int = 1) -> tuple[int, ...]:
+        """Return of every collective inside a strategy the numbers that it reduces per token: a maximum, and `sums`."""
+        return (1, sums) if s.special == "vocab_cross_entropy" else ()
+
     def _special_s(self, node: Node, block: Block, s: Strategy) -> float:
         """Return the seconds of collectives inside a strategy.
 
         A loss over a split vocabulary reduces a maximum and sums per token.
         """
-        if s.special != "vocab_cross_entropy":
+        reductions = self._reductions(s, 3 if node.attrs.get("label_smoothing") else 2)
+        if not reductions:
             return 0.0
         target = block.values[node.tensor_inputs[1]]
         tokens = self.op_costs.num_bytes(block.name, target, s.inputs[1]) / self.op_costs.width(target)
         width = max(4, self.op_costs.width(block.values[node.tensor_inputs[0]]))  # half precision is summed in float32
-        sums, everywhere = 3 if node.attrs.get("label_smoothing") else 2, tuple(range(self.rank))
-        return sum(self._collective_s("all_reduce", n * tokens * width, everywhere) for n in (1, sums))
+        everywhere = tuple(range(self.rank))
+        return sum(self._collective_s("all_reduce", n * tokens * width, everywhere) for n in reductions)
 
     def _storage(self) -> None:
         """Add the storage choice of each parameter: invariant, or a shard of one factor. Tied uses share one choice."""
@@ -441,12 +466,21 @@ class _Build:
             size *= math.prod(self.settings.axes[axis].size for axis in step.axes)
         return size
 
-    def _conversion_s(self, key: ValueKey, source: Layout, target: Layout) -> tuple[float, float] | None:
-        """Return the seconds of a conversion for every micro-batch, and once per step; None if it does not exist."""
+    def _parts(self, key: ValueKey, source: Layout, target: Layout) -> tuple[_Send | OpWork, ...] | None:
+        """Return the collectives and copies of a conversion; None if it does not exist."""
         at = key, source, target
         if at not in self.known.conversions:
             self.known.conversions[at] = self._conversion(*at)
-        parts = self.known.conversions[at]
+        return self.known.conversions[at]
+
+    def _num_sends(self, key: ValueKey, source: Layout, target: Layout) -> int:
+        """Return the collectives of a conversion in every micro-batch."""
+        parts = self._parts(key, source, target) or ()
+        return sum(isinstance(part, _Send) and not part.once for part in parts)
+
+    def _conversion_s(self, key: ValueKey, source: Layout, target: Layout) -> tuple[float, float] | None:
+        """Return the seconds of a conversion for every micro-batch, and once per step; None if it does not exist."""
+        parts = self._parts(key, source, target)
         if parts is None:
             return None
         each = once = 0.0
@@ -460,7 +494,6 @@ class _Build:
         return each, once
 
     def _conversion(self, key: ValueKey, source: Layout, target: Layout) -> tuple[_Send | OpWork, ...] | None:
-        """Return the collectives and copies of a conversion; None if it does not exist."""
         steps = conversion(source, target)
         if steps is None:
             return None

@@ -202,7 +202,7 @@ class Candidates:
         if not members:
             return
         try:
-            least = self.points.least_pass(members[0], self.layout_limit_s())
+            least = self.points.device_pass(members[0], self.layout_limit_s())
         except StoppedError:
             return
         if least is None:

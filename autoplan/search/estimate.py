@@ -25,10 +25,11 @@ from autoplan.program.facts import Facts, facts_of_model, pipeline_units
 from autoplan.program.legality import Scope
 from autoplan.schedules.schedule import SCHEDULES, num_copies
 from autoplan.search import nearest
+from autoplan.search.candidate_layout import CandidateLayout
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import even_cuts, fastest
 from autoplan.search.layout_problem import cut_of, no_layout
-from autoplan.search.layouts import CandidateLayout, LayoutCache
+from autoplan.search.layouts import LayoutCache
 from autoplan.search.request import PlanRequest, check_task
 
 # Of a configuration without given stages: cuts that are priced, how much slower one may be that needs less memory, and

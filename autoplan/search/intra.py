@@ -7,7 +7,8 @@
     z[v,a,l] in [0,1]  value v is converted from a to l;    z[v,a,l] >= y[u,a,l] for every operand u that is v
     minimise  sum w_c cost[c,o] x[c,o] + sum w_v conversion[v,a,l] z[v,a,l]
 
-Costs are those of a micro-batch, with its part of what is once per step; nothing else depends on their number.
+Costs are those of a micro-batch, with its part of what is once per step; nothing else depends on their number. Where
+the host decides (`autoplan.search.host_layouts`), every collective costs its seconds, too.
 y and z are continuous: with integral x their optimal values are integral. The transport rows of y make the relaxation
 nearly tight (exact on trees), so that a whole model is solved at the root node.
 """
@@ -34,6 +35,7 @@ from autoplan.search.linear import INFEASIBLE, OPTIMAL, Column, MixedProgram, Pa
 # conversions, far below any real difference and above the solver's tolerance (1e-7).
 _SCALE = 1e3
 _TIE = 1e-6
+_WITH_HOST = "where the host decides, layouts count seconds of the device and of the host's collectives"
 _EXPLAIN_S = 1.0  # least time to explain why a problem is infeasible
 
 
@@ -63,6 +65,22 @@ class _Cost(NamedTuple):
 
 class StoppedError(AutoplanError):
     """Time ran out before an answer: neither a solution nor a proof that there is none."""
+
+
+@dataclass(frozen=True)
+class SendWish:
+    """What a layout is solved for besides the seconds of the device.
+
+    Attributes:
+        send_s: seconds of the host for every collective.
+        fixed: choices that are decided, with the names of their options.
+    """
+
+    send_s: float = 0.0
+    fixed: tuple[tuple[str, str], ...] = ()
+
+
+DEVICE_ALONE = SendWish()
 
 
 @dataclass(frozen=True)
@@ -185,6 +203,7 @@ def _merge(a: LayoutChoice, b: LayoutChoice, key: ValueKey) -> LayoutChoice | No
                     state_bytes=x.state_bytes + y.state_bytes,
                     parts=(*(x.parts or ((a.name, x),)), *(y.parts or ((b.name, y),))),
                     once_s=x.once_s + y.once_s,
+                    num_sends=x.num_sends + y.num_sends,
                 )
             )
     if any(dict(x.provides)[key] not in matched for x in a.options):
@@ -320,19 +339,19 @@ class ProgramShape:
         return cls(model.linear.packed(), model.variables, model.ties, tuple(model.costs), columns, of_choices)
 
     def prices(self, problem: IntraProblem) -> Array:
-        """Return of all that costs something the seconds of every micro-batch, those once per step, and the tie."""
+        """Return of all that costs something the seconds of every micro-batch, those once per step, sends, and tie."""
         return np.array([(*self._price(problem, cost.what), cost.tie) for cost in self.costs]).T
 
     @staticmethod
-    def _price(problem: IntraProblem, what: tuple[int, int] | _Conversion) -> tuple[float, float]:
+    def _price(problem: IntraProblem, what: tuple[int, int] | _Conversion) -> tuple[float, float, float]:
         if isinstance(what, _Conversion):
             each_s, weight = problem.convert_s(*what), problem.weights[what.key]
             if each_s is None:
                 raise ValueError(f"no such conversion in this problem: {what}")
-            return each_s * weight, problem.convert_once_s(*what) * weight
+            return each_s * weight, problem.convert_once_s(*what) * weight, problem.num_sends(*what) * weight
         choice = problem.choices[what[0]]
         option = choice.options[what[1]]
-        return choice.weight * option.cost_s, choice.weight * option.once_s
+        return choice.weight * option.cost_s, choice.weight * option.once_s, choice.weight * option.num_sends
 
 
 class LayoutProgram:
@@ -364,7 +383,12 @@ class LayoutProgram:
         self.seconds: Array = self.shape.prices(self.problem)
         self.build_time_s: float = time.perf_counter() - start
 
-    def solve(self, num_micro_batches: int, time_limit_s: float = 120.0) -> IntraSolution:
+    def solve(
+        self,
+        num_micro_batches: int,
+        time_limit_s: float = 120.0,
+        wish: SendWish = DEVICE_ALONE,
+    ) -> IntraSolution:
         """Return the proved optimum; a stop by time is labelled in `status`.
 
         Raises:
@@ -372,17 +396,17 @@ class LayoutProgram:
             StoppedError: time ran out before any solution was found.
         """
         start = time.perf_counter()
-        shape, (each, once, ties) = self.shape, self.seconds
-        seconds = each + once / num_micro_batches
+        shape, (each, once, sends, ties) = self.shape, self.seconds
+        seconds = each + once / num_micro_batches + sends * wish.send_s
         scale = _SCALE / max(1e-12, float(seconds[shape.of_choices].max()))
         costs = np.zeros(len(shape.program.order))
         costs[shape.columns] = seconds * scale + ties
-        solved = shape.program.solve(costs, time_limit_s)
-        whole = replace(self.whole, num_micro_batches=num_micro_batches)
+        solved = shape.program.solve(costs, time_limit_s, self._excluded(dict(wish.fixed)))
+        whole = replace(self.whole, num_micro_batches=num_micro_batches, send_s=wish.send_s)
         if solved.status == INFEASIBLE:
             left = max(0.0, time_limit_s - (time.perf_counter() - start))
             if self.merged:  # perhaps only a conversion inside a chain helps
-                return solve(whole, left, merge_chains=False)
+                return LayoutProgram(whole, merge_chains=False).solve(num_micro_batches, left, wish)
             raise _explain(self.problem, max(_EXPLAIN_S, left))
         if solved.status != OPTIMAL:
             said = f"solver says {solved.status}"
@@ -404,15 +428,26 @@ class LayoutProgram:
             num_variables=len(shape.program.order),
             build_time_s=self.build_time_s,
             solve_time_s=time.perf_counter() - start,
-            restrictions=self.problem.restrictions,
+            restrictions=(*self.problem.restrictions, *([_WITH_HOST] if wish.send_s else [])),
         )
+
+    def _excluded(self, fixed: Mapping[str, str]) -> list[Column]:
+        """Return the columns of the options that decided choices do not take."""
+        return [
+            column
+            for choice in self.problem.choices
+            if choice.name in fixed
+            for column, option in zip(self.shape.variables[choice.name], choice.options, strict=True)
+            if option.name != fixed[choice.name]
+        ]
 
 
 def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: bool = True) -> IntraSolution:
     """Return the proved optimum of a problem (see `LayoutProgram`, which raises the same)."""
     start = time.perf_counter()
     program = LayoutProgram(problem, merge_chains=merge_chains)
-    return program.solve(problem.num_micro_batches, max(0.0, time_limit_s - (time.perf_counter() - start)))
+    left_s = max(0.0, time_limit_s - (time.perf_counter() - start))
+    return program.solve(problem.num_micro_batches, left_s, SendWish(problem.send_s))
 
 
 def _explain(problem: IntraProblem, time_limit_s: float) -> InfeasibleError:

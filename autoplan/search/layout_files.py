@@ -191,13 +191,14 @@ def _option_data(option: Option) -> list[Any]:
         [[c.name, _text(c.inputs), _text(c.outputs), c.factor, c.special] for c in s.choices],
         s.num_shards,
     ]
-    return [option.name, *values, option.cost_s, option.once_s, option.state_bytes, strategy]
+    return [option.name, *values, option.cost_s, option.once_s, option.state_bytes, option.num_sends, strategy]
 
 
 def _option(data: list[Any]) -> Option:
-    name, requires, provides, cost_s, once_s, state_bytes, strategy = data
+    name, requires, provides, cost_s, once_s, state_bytes, num_sends, strategy = data
     way = None if strategy is None else _way(*strategy)
-    return Option(name, _values(requires), _values(provides), cost_s, state_bytes, way, once_s=once_s)
+    wanted, given = _values(requires), _values(provides)
+    return Option(name, wanted, given, cost_s, state_bytes, way, once_s=once_s, num_sends=num_sends)
 
 
 def _values(data: Iterable[tuple[str, str, str]]) -> tuple[tuple[ValueKey, Layout], ...]:

@@ -89,8 +89,13 @@ def layout_problem(
 
 def cut_of(config: ParallelConfig, experts: ExpertDegrees | None) -> LayoutCut:
     """Return the choices of a configuration that determine the problem of its layouts."""
-    own = experts is not None and experts.executed and experts.dispatches(config.tp) and config.tp > 1
-    return config.tp, config.micro_batch_size, config.cp, own
+    return cut_at(config.tp, config.micro_batch_size, config.cp, experts)
+
+
+def cut_at(tp: int, size: int, cp: int, experts: ExpertDegrees | None) -> LayoutCut:
+    """Return the same for given degrees."""
+    own = experts is not None and experts.executed and experts.dispatches(tp) and tp > 1
+    return tp, size, cp, own
 
 
 def no_layout(request: PlanRequest, where: str) -> InfeasibleError:

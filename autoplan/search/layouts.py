@@ -6,12 +6,10 @@ import functools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from autoplan.config.context_methods import ContextMethod, neighbours_of, read_method
 from autoplan.config.mesh import folds
@@ -23,9 +21,10 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.memory.least import LeastMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.blocks import BlockPricer, OpTimes, op_times
+from autoplan.cost_models.time.host import host_send_s
 from autoplan.cost_models.time.least import LeastTime, StateSeconds
 from autoplan.cost_models.time.price import Pricer
-from autoplan.cost_models.work import BlockWork, Workload
+from autoplan.cost_models.work import BlockWork
 from autoplan.errors import InfeasibleError, PinError
 from autoplan.ir.layout import Axis
 from autoplan.program.context_parallel import frozen
@@ -43,12 +42,15 @@ from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraProblem
 from autoplan.program.workload import LoweredModel, lower_all, workload
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
+from autoplan.search.candidate_layout import CandidateLayout, least_pass_of
 from autoplan.search.cuts import Cutter
+from autoplan.search.host_layouts import may_keep_more_bytes, passes_of, with_host
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
-from autoplan.search.intra import IntraSolution, LayoutProgram, ProgramShape, StoppedError
+from autoplan.search.intra import DEVICE_ALONE, IntraSolution, LayoutProgram, ProgramShape, SendWish, StoppedError
 from autoplan.search.layout_files import LayoutFiles, folder_of_layouts, layout_data, layout_of
 from autoplan.search.layout_problem import (
     LayoutCut,
+    cut_at,
     cut_of,
     layout_batches,
     layout_problem,
@@ -57,24 +59,15 @@ from autoplan.search.layout_problem import (
     shape_key,
 )
 from autoplan.search.layout_store import ById, layouts_in
-from autoplan.search.rank_paths import PassSeconds
 from autoplan.search.request import PlanRequest, offload_kinds, without_activations
 from autoplan.search.state_bounds import Simulated, StateBounds
 
 ILP_LIMIT_S = 120.0  # time limit of one integer program of layouts
 ENOUGH_TOKENS = 4096  # on a rank; micro-batches with more share a layout
 
-
-@dataclass(frozen=True)
-class CandidateLayout:
-    """The layout inside blocks for one (tp, micro-batch size), and the workload it makes."""
-
-    solution: IntraSolution
-    workload: Workload
-    times: Mapping[str, OpTimes]
-
-
 _Key = tuple[int, int, int, ExpertDegrees | None, bool, MethodChoice]
+_Layout = tuple[tuple[Axis, ...], IntraSolution]
+_Chosen = frozenset[object]  # `layouts_in` a selection
 _Pass = tuple[int, int]  # id of a layout, ranks that hold each chunk
 _Solved = list[tuple[int, dict[str, Any]]]  # numbers of micro-batches and their layouts, as data
 
@@ -101,9 +94,12 @@ class LayoutCache:
         self.all_proved: bool = True
         self._files = LayoutFiles(folder_of_layouts() if request.uses_cache else None)
         self._found: dict[_Key, CandidateLayout] = {}
-        self._layouts: dict[LayoutCut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
-        self._lowered: dict[tuple[LayoutCut, MethodChoice], LoweredModel] = {}
-        self._first_lowered: dict[LayoutCut, LoweredModel] = {}  # under the methods that were asked for first
+        self._for_device: dict[_Key, CandidateLayout] = {}
+        self._layouts: dict[LayoutCut, _Layout | None] = {}
+        self._given: set[LayoutCut] = set()  # layouts that were not chosen here
+        self._lowered: dict[tuple[LayoutCut, _Chosen, MethodChoice], LoweredModel] = {}
+        # under the methods that were asked for first
+        self._first_lowered: dict[tuple[LayoutCut, _Chosen], LoweredModel] = {}
         self._op_times = self._shared_op_times()
         self._stopped: dict[LayoutCut, float] = {}  # the limit that was too short
         self._worth: dict[tuple[int, int, int], list[MethodChoice]] = {}
@@ -148,20 +144,54 @@ class LayoutCache:
         Raises:
             StoppedError: the layout is not decided within `limit_s`.
         """
-        own = experts is not None and experts.executed and experts.dispatches(tp) and tp > 1
-        layout = self._layout((tp, size, cp, own), limit_s)
-        if layout is None:
-            return None
         key = (tp, size, cp, experts, ends, methods)
         if key not in self._found:
-            start = time.perf_counter()
-            self._found[key] = self._work(*layout, (tp, size, cp, own), experts, ends, methods)
-            self.phases["workloads"] += time.perf_counter() - start
+            first = self.for_device(*key[:4], limit_s, *key[4:])
+            if first is None:
+                return None
+            self._found[key] = self._with_host(first, key, limit_s)
         return self._found[key]
 
-    def _layout(self, cut: LayoutCut, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution] | None:
-        tp, size, cp, own = cut
-        key = (tp, self._solved_size(tp, size, cp), cp, own)
+    def for_device(
+        self,
+        tp: int,
+        size: int,
+        cp: int,
+        experts: ExpertDegrees | None,
+        limit_s: float = ILP_LIMIT_S,
+        ends: bool = False,
+        methods: MethodChoice = (),
+    ) -> CandidateLayout | None:
+        """Return the layout that is the fastest for the device, and its work, as `get` does."""
+        key = (tp, size, cp, experts, ends, methods)
+        cut = cut_at(tp, size, cp, experts)
+        layout = self._layout(cut, limit_s)
+        if layout is not None and key not in self._for_device:
+            self._for_device[key] = self._worked(layout, cut, key)
+        return None if layout is None else self._for_device[key]
+
+    def _worked(self, layout: _Layout, cut: LayoutCut, key: _Key) -> CandidateLayout:
+        start = time.perf_counter()
+        made = self._work(*layout, cut, key[3], key[4], key[5])
+        self.phases["workloads"] += time.perf_counter() - start
+        return made
+
+    def _with_host(self, first: CandidateLayout, key: _Key, limit_s: float) -> CandidateLayout:
+        """Return the layout, or one with fewer collectives where the host decides (`search.host_layouts`)."""
+        tp, size, cp, experts = key[:4]
+        cut, send_s = cut_at(tp, size, cp, experts), host_send_s(self.costs)
+        if tp == 1 or not send_s or self._solved_cut(cut) in self._given:
+            return first
+        return with_host(
+            first,
+            send_s,
+            may_keep_more_bytes(self.room.device_bytes, self.request.like is not None),
+            lambda wish: self._worked(self._solve(*self._solved_cut(cut), limit_s, wish), cut, key),
+            lambda point: passes_of(point, cut, experts, self.costs, self.precision),
+        )
+
+    def _layout(self, cut: LayoutCut, limit_s: float) -> _Layout | None:
+        key = self._solved_cut(cut)
         if key in self._layouts:
             return self._layouts[key]
         if limit_s <= self._stopped.get(key, -math.inf):
@@ -178,9 +208,9 @@ class LayoutCache:
 
     def adopt(self, cut: LayoutCut, solution: IntraSolution) -> None:
         """Take a layout that was solved for another task with the same graph and `cut` (see `layout_problem`)."""
-        tp, size, cp, own = cut
-        axes = parallel_dims(self.request.graph, ParallelConfig(tp=tp)).layout_axes
-        self._layouts[tp, self._solved_size(tp, size, cp), cp, own] = axes, solution
+        axes = parallel_dims(self.request.graph, ParallelConfig(tp=cut[0])).layout_axes
+        self._layouts[self._solved_cut(cut)] = axes, solution
+        self._given.add(self._solved_cut(cut))
 
     # -- layouts that another process of the same search solved ------------------------------------------------------
 
@@ -245,43 +275,40 @@ class LayoutCache:
         part = math.gcd(size, tp)
         return next((n for n in range(least, size) if math.gcd(n, tp) == part), size)
 
-    def _solve(self, tp: int, size: int, cp: int, own: bool, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution]:
+    def _solve(self, tp: int, size: int, cp: int, own: bool, limit_s: float, wish: SendWish = DEVICE_ALONE) -> _Layout:
         """Return the layout of a cut, from an earlier search of the request's store if it is known there."""
-        cut = tp, size, cp, own
-        key, number = prices_key(self.request, self.costs, cut), layout_batches(self.request, cut)
-        until = time.perf_counter() + limit_s
-        found = self.request.layouts.get(key, number, functools.partial(self._kept_or_solved, key, cut, until))
-        return self._counted(*found)
+        cut, until = (tp, size, cp, own), time.perf_counter() + limit_s
+        prices, number = prices_key(self.request, self.costs, cut), layout_batches(self.request, cut)
+        key = prices if wish is DEVICE_ALONE else (prices, wish)
 
-    def _counted(self, axes: tuple[Axis, ...], solution: IntraSolution) -> tuple[tuple[Axis, ...], IntraSolution]:
+        def kept_or_solved(number: int) -> _Layout:
+            began = time.perf_counter() - self._solving_s()
+            try:
+                found = self._files.get(key, number, lambda: self._solve_anew(prices, cut, until, number, wish))
+                if wish is DEVICE_ALONE:
+                    self._log[cut].append((number, layout_data(*found)))
+                return found
+            finally:
+                self.phases["layout files"] += time.perf_counter() - self._solving_s() - began
+
+        return self._counted(*self.request.layouts.get(key, number, kept_or_solved))
+
+    def _counted(self, axes: tuple[Axis, ...], solution: IntraSolution) -> _Layout:
         self.gap = max(self.gap, solution.gap)
         self.all_proved = self.all_proved and solution.status == "optimal"
         return axes, solution
 
-    def _kept_or_solved(
-        self, key: object, cut: LayoutCut, until_s: float, number: int
-    ) -> tuple[tuple[Axis, ...], IntraSolution]:
-        began = time.perf_counter() - self._solving_s()
-        try:
-            found = self._files.get(key, number, lambda: self._solve_anew(key, cut, until_s, number))
-            self._log[cut].append((number, layout_data(*found)))
-            return found
-        finally:
-            self.phases["layout files"] += time.perf_counter() - self._solving_s() - began
-
     def _solving_s(self) -> float:
         return sum(self.phases.get(name, 0.0) for name in ("intra-op build", "intra-op solve"))
 
-    def _solve_anew(
-        self, key: object, cut: LayoutCut, until_s: float, number: int
-    ) -> tuple[tuple[Axis, ...], IntraSolution]:
+    def _solve_anew(self, prices: object, cut: LayoutCut, until_s: float, number: int, wish: SendWish) -> _Layout:
         """Solve the program of a cut, which is made once for all numbers of micro-batches."""
         start = time.perf_counter()
         built = start
         try:
-            axes, program = self.request.layouts.made(("program", key), lambda: self._program(cut))
+            axes, program = self.request.layouts.made(("program", prices), lambda: self._program(cut))
             built = time.perf_counter()
-            return axes, program.solve(number, max(0.0, until_s - built))
+            return axes, program.solve(number, max(0.0, until_s - built), wish)
         finally:
             self.phases["intra-op build"] += built - start
             self.phases["intra-op solve"] += time.perf_counter() - built
@@ -315,15 +342,15 @@ class LayoutCache:
         )
         chosen = store.made(("layouts", ById(solution.selection)), lambda: layouts_in(solution.selection))
         key = ById(r.graph), chosen, sizes, settings, methods  # no price: devices share it
-        made = self._lowered.get((cut, methods))  # shared by all degrees of experts
+        made = self._lowered.get((cut, chosen, methods))  # shared by all degrees of experts
         if made is None:
-            first = self._first_lowered.get(cut)
+            first = self._first_lowered.get((cut, chosen))
 
             def lowered() -> LoweredModel:
                 return lower_all(r.graph, solution.selection, self._op_costs(axes, cut, methods), first)
 
-            made = self._lowered[cut, methods] = store.made(("lowered", key), lowered)
-            self._first_lowered.setdefault(cut, made)
+            made = self._lowered[cut, chosen, methods] = store.made(("lowered", key), lowered)
+            self._first_lowered.setdefault((cut, chosen), made)
         shared = made
         work = store.made(
             ("work", key, experts, ends),
@@ -404,7 +431,8 @@ class LayoutCache:
     ) -> dict[str, tuple[float, ...]]:
         """Return for each of these blocks under one method the seconds of both passes, and all kinds of bytes."""
         tp, size, cp = key
-        point = self.get(tp, size, cp, methods=tuple((block, method.name) for block in sorted(blocks)))
+        methods = tuple((block, method.name) for block in sorted(blocks))
+        point = self.for_device(tp, size, cp, None, methods=methods)
         if point is None:
             return {}
         config = ParallelConfig(tp=tp, cp=cp, zero_stage=0, micro_batch_size=size)
@@ -463,18 +491,24 @@ class LayoutCache:
         Raises:
             StoppedError: the layout is not decided within `limit_s`.
         """
-        point = self.of(candidate, limit_s)
+        return self._least_pass(self.of(candidate, limit_s), candidate)
+
+    def device_pass(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> LeastPass | None:
+        """Return those of the layout that is the fastest for the device. Whichever is taken, the device takes as long.
+
+        Raises: as `least_pass`.
+        """
+        c = self.decided(candidate, limit_s)
+        point = self.for_device(c.tp, c.micro_batch_size, c.cp, self._experts(c), limit_s, methods=c.methods)
+        return self._least_pass(point, candidate)
+
+    def _least_pass(self, point: CandidateLayout | None, candidate: ParallelConfig) -> LeastPass | None:
         if point is None:
             return None
         key = id(point), num_copies(candidate.schedule)
         if key not in self._passes:
             pricer = BlockPricer(point.workload, candidate, self.costs, self.precision)
-            times, w = point.times, point.workload
-            each = {n: (*pricer.least_s(b, times[n]), times[n].weight.mid) for n, b in w.blocks.items()}
-            units = [[each[name] for name in unit] for _, unit in sorted({*zip(w.unit_kinds, w.units, strict=True)})]
-            forward, backward, weight = (np.array([sum(s[i] for s in unit) for unit in units]) for i in range(3))
-            passes = PassSeconds(forward, backward, np.maximum(0.0, backward - weight))
-            self._passes[key] = LeastPass(w.unit_kinds, passes)
+            self._passes[key] = least_pass_of(point, pricer)
         return self._passes[key]
 
     def state_bounds(

@@ -109,11 +109,13 @@ class PackedProgram:
     lows: Array
     highs: Array
 
-    def solve(self, costs: Array, time_limit_s: float) -> Solved:
-        """Minimise the sum of columns times costs with one thread."""
-        return (self._by_highs if has_highs() else self._by_cbc)(costs, time_limit_s)
+    def solve(self, costs: Array, time_limit_s: float, excluded: Sequence[Column] = ()) -> Solved:
+        """Minimise the sum of columns times costs with one thread. `excluded`: columns that are 0."""
+        most = np.ones(len(self.order))
+        most[list(excluded)] = 0.0
+        return (self._by_highs if has_highs() else self._by_cbc)(costs, time_limit_s, most)
 
-    def _by_highs(self, costs: Array, time_limit_s: float) -> Solved:
+    def _by_highs(self, costs: Array, time_limit_s: float, most: Array) -> Solved:
         import highspy
 
         new: Any = highspy.Highs  # without types
@@ -124,8 +126,8 @@ class PackedProgram:
         options: dict[str, Any] = {"output_flag": False, "mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "threads": 1}
         for name, value in (options | {"time_limit": float(time_limit_s)}).items():
             highs.setOptionValue(name, value)
-        zeros, ones = np.zeros(len(order)), np.ones(len(order))
-        highs.addCols(len(order), costs[order], zeros, ones, 0, nothing, nothing, np.array([]))
+        zeros = np.zeros(len(order))
+        highs.addCols(len(order), costs[order], zeros, most[order], 0, nothing, nothing, np.array([]))
         integers = at[self.integers]
         kinds = np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
         highs.changeColsIntegrality(len(integers), integers, kinds)
@@ -151,7 +153,7 @@ class PackedProgram:
         values = np.array(highs.getSolution().col_value)[at].tolist() if status == OPTIMAL else []
         return Solved(status, values, found == Status.kOptimal, float(info.mip_dual_bound), "HiGHS")
 
-    def _by_cbc(self, costs: Array, time_limit_s: float) -> Solved:
+    def _by_cbc(self, costs: Array, time_limit_s: float, most: Array) -> Solved:
         """Solve by an installed CBC, or the one that PuLP ships."""
         import pulp
 
@@ -159,7 +161,7 @@ class PackedProgram:
         columns: list[Any] = [None] * len(self.order)
         for i, column in enumerate(self.order.tolist()):
             kind = pulp.LpInteger if column in whole else pulp.LpContinuous
-            columns[column] = program.add_variable(f"x{i:09d}", 0, 1, kind)
+            columns[column] = program.add_variable(f"x{i:09d}", 0, float(most[column]), kind)
         used = np.flatnonzero(costs).tolist()
         program.setObjective(pulp.LpAffineExpression([(columns[column], float(costs[column])) for column in used]))
         terms = list(zip(self.columns.tolist(), self.factors.tolist(), strict=True))

@@ -37,6 +37,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.breakdown import estimated
 from autoplan.cost_models.time.price import ranges_of
 from autoplan.search import clock
+from autoplan.search.candidate_layout import CandidateLayout
 from autoplan.search.candidates import Candidates
 from autoplan.search.certificate import Certificate, SearchResult, Status, certificate_of
 from autoplan.search.degrees import Space, num_cuts, search_order
@@ -48,7 +49,7 @@ from autoplan.search.infeasible import InfeasibleReport, NotFasterError, Nothing
 from autoplan.search.intra import StoppedError
 from autoplan.search.later_choices import NEAR, more_stages, other_copies, shorter_parts
 from autoplan.search.layers_alike import with_layers_alike
-from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout
+from autoplan.search.layouts import ILP_LIMIT_S
 from autoplan.search.outcomes import SOLVED, Decided, Outcome, all_counted
 from autoplan.search.pair import LostHelperError
 from autoplan.search.progress import Progress, Teller

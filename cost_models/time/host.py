@@ -121,6 +121,15 @@ def _num_kernels(op: OpWork, phase: str, costs: Costs) -> int:
     return op.num_started(phase)
 
 
+def host_send_s(costs: Costs) -> float:
+    """Return the expected host seconds of a collective inside a block; 0 if none of them waits for the host."""
+    if costs.options.launch in (Launch.GRAPHS, Launch.FULL_GRAPHS):
+        return 0.0
+    if costs.measures_host:
+        return costs.host_fixed_s("comm_s").mid
+    return costs.constants.host_comm_s if _is_fitted(costs) else 0.0
+
+
 def adds_s(block: BlockWork, num_micro_batches: int, costs: Costs) -> Quantity:
     """Return the fitted host seconds per micro-batch of adding up gradients, if it waits for every kernel; else ZERO.
 

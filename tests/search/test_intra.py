@@ -40,7 +40,7 @@ from autoplan.program.problem import (
     evaluate_selection,
 )
 from autoplan.search import linear
-from autoplan.search.intra import IntraSolution, LayoutProgram, StoppedError, follow, solve
+from autoplan.search.intra import IntraSolution, LayoutProgram, SendWish, StoppedError, follow, solve
 from autoplan.units import GB, GIB, MICRO, TERA
 
 DEVICE = Device("gpu", 400 * TERA, 2000.0 * GB, 64 * GIB, "assumed")
@@ -69,6 +69,7 @@ def random_problem(rng: random.Random) -> IntraProblem:
     """A few choices, each providing a value and using some earlier ones; whole numbers, so that costs are exact."""
     prices: dict[tuple[ValueKey, Layout, Layout], float | None] = {}
     once_prices: dict[tuple[ValueKey, Layout, Layout], float] = {}
+    sends: dict[tuple[ValueKey, Layout, Layout], int] = {}
     choices: list[LayoutChoice] = []
     keys: list[ValueKey] = []
     for i in range(rng.randint(2, 5)):
@@ -81,7 +82,8 @@ def random_problem(rng: random.Random) -> IntraProblem:
             requires = tuple((u, rng.choice(LAYOUTS)) for u in used)
             cost, state = float(rng.randint(0, 20)), float(rng.choice((0, 0, 5, 10)))
             once = float(rng.choice((0, 0, 12, 24)))
-            options.append(Option(f"o{k}", requires, ((key, rng.choice(LAYOUTS)),), cost, state, once_s=once))
+            made = ((key, rng.choice(LAYOUTS)),)
+            options.append(Option(f"o{k}", requires, made, cost, state, once_s=once, num_sends=rng.choice((0, 0, 2))))
         weight = float(rng.choice((1, 1, 3)))
         choices.append(LayoutChoice(f"c{i}", tuple(options), weight, follows=rng.random() < 0.5))
         keys.append(key)
@@ -89,6 +91,7 @@ def random_problem(rng: random.Random) -> IntraProblem:
             for b in LAYOUTS:
                 prices[key, a, b] = None if rng.random() < 0.2 else float(rng.randint(0, 15))
                 once_prices[key, a, b] = float(rng.choice((0, 0, 12)))
+                sends[key, a, b] = rng.choice((0, 1, 2))
     weights = {key: float(rng.choice((1, 2))) for key in keys}
     budget = float(rng.randint(5, 40)) if rng.random() < 0.4 else None
     return IntraProblem(
@@ -98,6 +101,8 @@ def random_problem(rng: random.Random) -> IntraProblem:
         state_budget_bytes=budget,
         convert_once_s=lambda k, a, b: once_prices[k, a, b],
         num_micro_batches=rng.choice((1, 2, 3)),
+        num_sends=lambda k, a, b: sends[k, a, b],
+        send_s=rng.choice((0.0, 0.0, 4.0)),
     )
 
 
@@ -119,8 +124,13 @@ def test_the_ilp_is_brute_force_on_random_problems(seed: int) -> None:
     merged = solve(problem, merge_chains=True)
     assert merged.cost_s >= least * (1 - 1e-12) and merged.bound_s <= merged.cost_s
     program = LayoutProgram(problem, merge_chains=False)  # made once, for all numbers of micro-batches
-    assert program.solve(problem.num_micro_batches).selection == exact.selection
-    assert program.solve(4).cost_s == pytest.approx(brute_force(replace(problem, num_micro_batches=4))[0], rel=1e-12)
+    assert program.solve(problem.num_micro_batches, wish=SendWish(problem.send_s)).selection == exact.selection
+    other = replace(problem, num_micro_batches=4, send_s=3.0)
+    assert program.solve(4, wish=SendWish(3.0)).cost_s == pytest.approx(brute_force(other)[0], rel=1e-12)
+    fixed = {name: option.name for name, option in list(exact.selection.items())[:2]}
+    inside = other.filtered(lambda c, o: fixed.get(c.name, o.name) == o.name)
+    found = program.solve(4, wish=SendWish(3.0, tuple(fixed.items())))
+    assert found.cost_s == pytest.approx(brute_force(inside)[0], rel=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

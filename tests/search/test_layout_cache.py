@@ -15,7 +15,7 @@ def test_workloads_of_other_context_methods_share_blocks_and_are_the_same(model:
     r = PlanRequest(catalog.load_model(model), Cluster.parse("1x8xh100-sxm5-80gb"), 32_768, 64)
     points, (tp, size, cp) = LayoutCache(r), (2, 1, 2)
     assert len(points.methods_of(tp, size, cp)) > 1
-    found = {key: point.workload for key, point in points._found.items()}
+    found = {key: point.workload for key, point in points._for_device.items()}
     assert len({methods for *_, methods in found}) > 1
     for key, work in found.items():
         alone = LayoutCache(r).get(tp, size, cp, methods=key[-1])

@@ -241,4 +241,4 @@ def test_the_switch_and_the_variable_turn_it_off(folder: Path, monkeypatch: pyte
     assert not folder.exists()
     monkeypatch.setenv(NO_CACHE_VARIABLE, "")
     LayoutCache(_request()).get(*CUT[:3])
-    assert len(list(folder.iterdir())) == 1
+    assert any(folder.iterdir())

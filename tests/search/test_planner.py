@@ -26,7 +26,7 @@ from autoplan.report import data
 from autoplan.report.text import proof_text
 from autoplan.search import candidates
 from autoplan.search.cuts import Cutter
-from autoplan.search.intra import IntraSolution, LayoutProgram
+from autoplan.search.intra import IntraSolution, LayoutProgram, SendWish
 from autoplan.search.planner import (
     NothingFits,
     PlanRequest,
@@ -243,11 +243,11 @@ def test_a_layout_that_was_stopped_leaves_its_candidates_open(monkeypatch: pytes
     whole = complete.certificate
     asked: list[float] = []  # the limits
 
-    def stopped_once(program: LayoutProgram, number: int, limit_s: float) -> IntraSolution:
+    def stopped_once(program: LayoutProgram, number: int, limit_s: float, *wish: SendWish) -> IntraSolution:
         asked.append(limit_s)
         if len(asked) == 2:
             raise StoppedError("no layout found")
-        return inside(program, number, limit_s)
+        return inside(program, number, limit_s, *wish)
 
     monkeypatch.setattr(LayoutProgram, "solve", stopped_once)
     stopped = search_plan(request(2, time_limit_s=50.0))

@@ -1,0 +1,109 @@
+"""Layouts where the host decides: fewer collectives, if that is faster and keeps hardly more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoplan import catalog
+from autoplan.config.parallel import Launch, ParallelConfig, RunOptions
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.search import host_layouts
+from autoplan.search.candidate_layout import CandidateLayout
+from autoplan.search.estimate import estimate_config
+from autoplan.search.host_layouts import Passes, passes_of, with_host
+from autoplan.search.intra import SendWish
+from autoplan.search.layouts import LayoutCache
+from autoplan.search.planner import search_plan
+from autoplan.search.request import PlanRequest
+
+CLUSTER = Cluster.parse("4x4xgb200")
+TP4 = ParallelConfig(dp=4, tp=4, num_micro_batches=16)
+CUT = (4, 1, 1, False)
+
+
+def request(model: str = "llama-3.2-1b", seq_len: int = 2048, **given: object) -> PlanRequest:
+    return PlanRequest(catalog.load_model(model), CLUSTER, seq_len, 64, cache=False, **given)  # type: ignore[arg-type]
+
+
+def num_sent(point: CandidateLayout, block: str) -> int:
+    return sum(c.per != "step" for c in point.workload.blocks[block].comms)
+
+
+def both(r: PlanRequest) -> tuple[CandidateLayout, CandidateLayout]:
+    """Return the layout that is the fastest for the device, and the one that is taken."""
+    points = LayoutCache(r)
+    first, taken = points.for_device(4, 1, 1, None), points.get(4, 1)
+    assert first is not None and taken is not None
+    return first, taken
+
+
+def test_where_the_host_decides_fewer_collectives_are_faster() -> None:
+    r = request()
+    first, taken = both(r)
+    assert (num_sent(first, "layer"), num_sent(taken, "layer")) == (8, 4)
+    old, new = (passes_of(p, CUT, None, r.costs, LayoutCache(r).precision) for p in (first, taken))
+    assert new.seconds < 0.85 * old.seconds and new.waited_s < old.waited_s
+    planned = estimate_config(r, TP4)
+    assert planned.point.solution.selection == taken.solution.selection
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"options": RunOptions(launch=Launch.FULL_GRAPHS)},  # no host
+        {"seq_len": 32_768},  # the device has enough to do
+        {"like": "megatron-bridge"},  # a framework that is sequence parallel stays so
+    ],
+    ids=["graphs", "long", "stack"],
+)
+def test_elsewhere_the_layout_is_the_fastest_for_the_device(changes: dict[str, object]) -> None:
+    first, taken = both(request(**changes))
+    assert taken is first
+
+
+def test_a_layout_that_keeps_much_more_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer collectives end sequence parallelism here, which keeps a third more."""
+    r = request("qwen3-30b-a3b", 8192)
+    first, taken = both(r)
+    assert sum(taken.workload.unit_saved) > 1.2 * sum(first.workload.unit_saved)
+    monkeypatch.setattr(host_layouts, "_MORE_KEPT", 0.01)
+    first, taken = both(r)
+    assert sum(taken.workload.unit_saved) <= 1.01 * sum(first.workload.unit_saved)
+
+
+def test_values_between_blocks_stay_if_they_would_keep_too_much() -> None:
+    """Without what a stack says of sequence parallelism, the second wish has all choices between blocks."""
+    first, _ = both(request())
+    asked: list[SendWish] = []
+
+    def made(wish: SendWish) -> CandidateLayout:
+        asked.append(wish)
+        kept = tuple(2 * saved for saved in first.workload.unit_saved)
+        return replace(first, workload=replace(first.workload, unit_saved=kept))
+
+    assert with_host(first, 1e-4, 0.0, made, lambda point: Passes(1.0, 0.5)) is first
+    assert [bool(wish.fixed) for wish in asked] == [False, True]
+    assert {name.partition(" ")[0] for name, _ in asked[1].fixed} == {"boundary"}
+    assert with_host(first, 1e-4, 0.0, made, lambda point: Passes(1.0, 0.005)) is first and len(asked) == 2
+
+
+def test_a_faster_device_is_not_slower() -> None:
+    """The fault that this mends: with cheaper collectives more of them were chosen, each of which the host starts."""
+    times = [
+        estimate_config(replace(request(), cluster=Cluster.parse(text)), TP4).estimate.step_time_s.mid
+        for text in ("4x4xa100-sxm4-80gb", "4x4xh100-sxm5-80gb", "4x4xgb200")
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_search_prices_its_plan_as_an_estimate_does() -> None:
+    r = replace(request(), pins={"tp": 4, "micro_batch_size": 1})
+    result = search_plan(r)
+    plan, certificate = result.plans[0], result.certificate
+    again = estimate_config(r, plan.config)
+    assert again.estimate.step_time_s == plan.estimate.step_time_s
+    assert again.point.solution.selection == plan.point.solution.selection
+    assert certificate.status in ("complete", "within the gap asked for")
+    assert num_sent(plan.point, "layer") == 4
