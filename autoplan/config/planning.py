@@ -77,7 +77,7 @@ class SearchSettings:
 
     Attributes:
         time_limit_s: after this time the best plan so far is returned; while there is none, the search goes on for a
-            while.
+            while. Waiting for a core that other processes have counts a third (`autoplan.search.clock`).
         memory_risk: the accepted probability that a plan runs out of memory; 0.05 keeps the high end of every interval
             within the device, 0.5 the expected need.
         equal_within: plans whose step times are at most this share above the fastest count as equal: the simplest is
