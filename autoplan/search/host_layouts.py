@@ -38,7 +38,7 @@ _SAME_KEPT = 1.001  # of a layout that keeps as much, but for small values
 
 
 @dataclass(frozen=True)
-class PassTimes:
+class PassPrices:
     """Expected seconds of a forward and a backward of the whole model for one micro-batch.
 
     Attributes:
@@ -56,7 +56,7 @@ class PassTimes:
 
 def passes_of(
     point: CandidateLayout, cut: LayoutCut, experts: ExpertDegrees | None, costs: Costs, precision: Precision
-) -> PassTimes:
+) -> PassPrices:
     """Return the passes under a layout, at the fewest data-parallel ranks that its degrees of experts allow."""
     tp, size, cp, _ = cut
     ep, etp = (1, None) if experts is None else (experts.ep, experts.etp)
@@ -69,7 +69,7 @@ def passes_of(
         cost = pricer.cost(point.workload.blocks[name], point.times[name])
         seconds += count * (cost.forward_s.mid + cost.backward_s.mid)
         waited += count * sum(q.mid for q in cost.waited.values())
-    return PassTimes(seconds, waited)
+    return PassPrices(seconds, waited)
 
 
 def may_keep_more_bytes(device_bytes: float, of_stack: bool) -> float:
@@ -82,7 +82,7 @@ def with_host(
     send_s: float,
     more_bytes: float,
     made: Callable[[SendWish], CandidateLayout],
-    passes: Callable[[CandidateLayout], PassTimes],
+    passes: Callable[[CandidateLayout], PassPrices],
 ) -> CandidateLayout:
     """Return the layout that is the fastest for the device, or one that is faster because of the host.
 

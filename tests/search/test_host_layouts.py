@@ -12,7 +12,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.search import host_layouts
 from autoplan.search.candidate_layout import CandidateLayout
 from autoplan.search.estimate import estimate_config
-from autoplan.search.host_layouts import PassTimes, passes_of, with_host
+from autoplan.search.host_layouts import PassPrices, passes_of, with_host
 from autoplan.search.intra import SendWish
 from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import search_plan
@@ -83,10 +83,10 @@ def test_values_between_blocks_stay_if_they_would_keep_too_much() -> None:
         kept = tuple(2 * saved for saved in first.workload.unit_saved)
         return replace(first, workload=replace(first.workload, unit_saved=kept))
 
-    assert with_host(first, 1e-4, 0.0, made, lambda point: PassTimes(1.0, 0.5)) is first
+    assert with_host(first, 1e-4, 0.0, made, lambda point: PassPrices(1.0, 0.5)) is first
     assert [bool(wish.fixed) for wish in asked] == [False, True]
     assert {name.partition(" ")[0] for name, _ in asked[1].fixed} == {"boundary"}
-    assert with_host(first, 1e-4, 0.0, made, lambda point: PassTimes(1.0, 0.005)) is first and len(asked) == 2
+    assert with_host(first, 1e-4, 0.0, made, lambda point: PassPrices(1.0, 0.005)) is first and len(asked) == 2
 
 
 def test_a_faster_device_is_not_slower() -> None:
