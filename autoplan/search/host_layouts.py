@@ -8,7 +8,7 @@ by the prices of blocks.
 Such a layout often has no sequence parallelism, which has twice as many collectives and keeps a tp-th of some
 activations (Korthikanti et al., 2022). The layout is chosen before it is known whether memory binds. So it may keep
 hardly more than the first; if it does, one is solved in which blocks hand over values as they do in the first.
-Frameworks state whether they are sequence parallel, so with the settings of a stack no layout may keep more.
+For a framework (`PlanRequest.of_framework`) the first layout stays: frameworks split layers in one way, near to it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ _LEAST_WAIT = 0.01
 # Share of the device's memory that all layers may keep more, for one micro-batch: in a pipeline, a rank holds about as
 # many layers times micro-batches as there are layers
 _MORE_KEPT = 0.05
-_SAME_KEPT = 1.001  # of a layout that keeps as much, but for small values
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,10 @@ def passes_of(
     return PassPrices(seconds, waited)
 
 
-def may_keep_more_bytes(device_bytes: float, of_stack: bool) -> float:
-    """Return how many bytes of activations all layers may keep more than under the first layout."""
-    return 0.0 if of_stack else _MORE_KEPT * device_bytes
-
-
 def with_host(
     first: CandidateLayout,
     send_s: float,
-    more_bytes: float,
+    device_bytes: float,
     made: Callable[[SendWish], CandidateLayout],
     passes: Callable[[CandidateLayout], PassPrices],
 ) -> CandidateLayout:
@@ -88,15 +82,14 @@ def with_host(
 
     Args:
         send_s: seconds of the host for every collective.
-        more_bytes: see `may_keep_more_bytes`.
+        device_bytes: memory of a device.
         made: solves a layout for a wish.
         passes: prices one.
     """
     found = passes(first)
     if not found.wait:
         return first
-    kept = sum(first.workload.unit_saved)
-    most = max(_SAME_KEPT * kept, kept + more_bytes)
+    most = sum(first.workload.unit_saved) + _MORE_KEPT * device_bytes
     other = made(SendWish(send_s))
     if sum(other.workload.unit_saved) > most:
         between = {c: o.name for c, o in first.solution.selection.items() if ChoiceKind.BOUNDARY.subject_of(c)}

@@ -44,7 +44,7 @@ from autoplan.program.workload import LoweredModel, lower_all, workload
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
 from autoplan.search.candidate_layout import CandidateLayout, least_pass_of
 from autoplan.search.cuts import Cutter
-from autoplan.search.host_layouts import may_keep_more_bytes, passes_of, with_host
+from autoplan.search.host_layouts import passes_of, with_host
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
 from autoplan.search.intra import DEVICE_ALONE, IntraSolution, LayoutProgram, ProgramShape, SendWish, StoppedError
 from autoplan.search.layout_files import LayoutFiles, folder_of_layouts, layout_data, layout_of
@@ -180,12 +180,12 @@ class LayoutCache:
         """Return the layout, or one with fewer collectives where the host decides (`search.host_layouts`)."""
         tp, size, cp, experts = key[:4]
         cut, send_s = cut_at(tp, size, cp, experts), host_send_s(self.costs)
-        if tp == 1 or not send_s or self._solved_cut(cut) in self._given:
+        if tp == 1 or not send_s or self.request.of_framework or self._solved_cut(cut) in self._given:
             return first
         return with_host(
             first,
             send_s,
-            may_keep_more_bytes(self.room.device_bytes, self.request.like is not None),
+            self.room.device_bytes,
             lambda wish: self._worked(self._solve(*self._solved_cut(cut), limit_s, wish), cut, key),
             lambda point: passes_of(point, cut, experts, self.costs, self.precision),
         )

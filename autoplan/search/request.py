@@ -170,6 +170,11 @@ class PlanRequest(SearchSettings):
         return RecomputeMix.ANY if like is None else like.can.recompute_mix.searched
 
     @property
+    def of_framework(self) -> bool:
+        """True if a framework will run the plan: the settings are those of a stack, or the kernels are Megatron's."""
+        return self.like is not None or self.mode is Mode.FUSED
+
+    @property
     def scope(self) -> Scope:
         """The scope of rules that a search keeps."""
         return Scope.EXECUTED if self.executed else Scope.SEARCHED
