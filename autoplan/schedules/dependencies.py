@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from autoplan.errors import AutoplanError
 from autoplan.schedules.graph import ActionResult, deadlock, shown
-from autoplan.schedules.orders import Action, B, F, I, W
+from autoplan.schedules.orders import Action, ActionKind, B, F, I, W
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,6 +80,11 @@ def visit_order(table: Sequence[Sequence[Action]]) -> VisitOrder:
     return _Visit(table).run()
 
 
+# Of one kind of action on one chunk, for micro-batch 0: the result that it needs, the lag of that, and the result that
+# it makes, each by number, and its slot. The results of other micro-batches are as many numbers further.
+_Step = tuple[int, int, int, int]
+
+
 class _Visit:
     """A walk over the ranks: each rank advances until it waits for another.
 
@@ -87,27 +93,29 @@ class _Visit:
 
     def __init__(self, table: Sequence[Sequence[Action]]) -> None:
         self.table = table
-        # keyed by micro-batch too: with both directions, the home of a chunk depends on the direction
-        self.home = {(chunk, batch): rank for rank, row in enumerate(table) for _, chunk, batch, _ in row}
-        known = sorted({chunk for chunk, _ in self.home})
+        held = [set(map(itemgetter(1), row)) for row in table]
+        known = sorted(set().union(*held))
         self.num_chunks = len(known)
         if known != list(range(self.num_chunks)):
             raise ScheduleError(f"the chunks of a schedule are counted from 0 without a gap, not {known}")
-        self.num_batches: int = 1 + max((batch for _, batch in self.home), default=0)
+        # with both directions, the home of a chunk depends on the micro-batch
+        self.homes: dict[tuple[int, int], int] | None = None
+        if sum(map(len, held)) > self.num_chunks:
+            self.homes = {(chunk, batch): rank for rank, row in enumerate(table) for _, chunk, batch, _ in row}
+        self.held = held
+        self.num_batches: int = 1 + max((max(map(itemgetter(2), row)) for row in table if row), default=0)
         self.made = [_NOT_YET] * (2 * self.num_chunks * self.num_batches)  # by result: the step that makes it
         self.position = [0] * len(table)
         self.waiting: dict[int, int] = {}  # result -> the rank that waits for it
-        self.joined: list[list[int]] = [[] for _ in table]  # made by actions that end with the next one
         self.ready = deque(range(len(table)))
         self.order = VisitOrder([], [], [], [], [], len(table), self.num_chunks, ())
+        self.slots: list[tuple[tuple[int, int], ...]] = [()] * len(table)
 
     def run(self) -> VisitOrder:
         """Visit all actions and return their order. Raises ScheduleError if some can never run."""
-        rows = [self._needs(rank, row) for rank, row in enumerate(self.table)]
-        slots = [self._slots(row) for row in self.table]
+        walks = [self._walk(rank, row) for rank, row in enumerate(self.table)]
         while self.ready:
-            rank = self.ready.popleft()
-            self._advance(rank, rows[rank], slots[rank])
+            next(walks[self.ready.popleft()], None)
         stuck = [f"rank {r} at {row[at]}" for r, (row, at) in enumerate(zip(self.table, self.position, strict=True))
                  if at < len(row)]  # fmt: skip
         if stuck:
@@ -115,79 +123,92 @@ class _Visit:
             raise ScheduleError(
                 f"the schedule never finishes: waiting are {', '.join(stuck)}, for {missing}; {deadlock(self.table)}"
             )
-        return replace(self.order, slots=tuple(tuple(sorted(Counter(row).items())) for row in slots))
+        return replace(self.order, slots=tuple(self.slots))
 
     def _result(self, number: int) -> ActionResult:
         forward, place = divmod(number, self.num_chunks * self.num_batches)
         return (bool(forward), *divmod(place, self.num_batches))
 
-    def _needs(self, rank: int, row: Sequence[Action]) -> list[tuple[int, int, int, bool]]:
-        """Return of every action of a rank the result that it needs, the lag of that, what it makes, and `joined`.
+    def _steps(self, rank: int, row: Sequence[Action]) -> list[_Step]:
+        """Return of every action of a rank what it needs (`graph.needed_by`), or _NOTHING, and makes."""
+        each = {chunk: {kind: self._step(rank, kind, chunk) for kind in ActionKind} for chunk in self.held[rank]}
+        found = [each[chunk][kind] for kind, chunk, _, _ in row]
+        homes = self.homes
+        if homes is None:
+            return found
+        for at, (kind, chunk, batch, _) in enumerate(row):
+            needed, lag, makes, slot = found[at]
+            if lag and homes.get((chunk - 1 if kind is F else chunk + 1, batch)) == rank:
+                found[at] = needed, NO_LAG, makes, slot
+        return found
 
-        The result is that of `graph.needed_by`, or _NOTHING.
-        """
-        chunks, batches, home = self.num_chunks, self.num_batches, self.home
-        out = []
-        for kind, chunk, batch, joined in row:
-            at, lag = chunk * batches + batch, NO_LAG  # the gradients of this chunk
-            if kind is F:
-                makes = at + chunks * batches
-                needed = makes - batches if chunk else _NOTHING
-                if chunk and home.get((chunk - 1, batch)) != rank:
-                    lag = chunk
-            elif kind is W:
-                needed, makes = at, _NOTHING
-            elif chunk == chunks - 1:
-                needed, makes = at + chunks * batches, at
-            else:
-                needed, makes = at + batches, at
-                if home.get((chunk + 1, batch)) != rank:
-                    lag = 1 + chunks + chunk
-            out.append((needed, lag, makes, joined))
-        return out
+    def _step(self, rank: int, kind: ActionKind, chunk: int) -> _Step:
+        """Return what an action needs and makes; with both directions, with the lag of a result of another rank."""
+        chunks, batches = self.num_chunks, self.num_batches
+        at, held = chunk * batches, self.held[rank] if self.homes is None else ()
+        slot = chunk * NUM_SLOTS
+        if kind is F:
+            needed = at + (chunks - 1) * batches if chunk else _NOTHING
+            return needed, chunk if chunk and chunk - 1 not in held else NO_LAG, at + chunks * batches, slot + _FORWARD
+        if kind is W:
+            return at, NO_LAG, _NOTHING, slot + _WEIGHT
+        slot += _BACKWARD if kind is B else _INPUT
+        if chunk == chunks - 1:
+            return at + chunks * batches, NO_LAG, at, slot
+        return at + batches, 1 + chunks + chunk if chunk + 1 not in held else NO_LAG, at, slot
 
-    @staticmethod
-    def _slots(row: Sequence[Action]) -> list[int]:
-        """Return the slot of every action of a rank."""
-        # the gradients of a chunk are complete after its last weight gradient, wherever that runs
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        out = []
-        for at, (kind, chunk, _, _) in enumerate(row):
-            if kind is F:
-                first.setdefault(chunk, at)
-            elif kind is not I:
-                last[chunk] = at
-            inner = _FORWARD if kind is F else _BACKWARD if kind is B else _INPUT if kind is I else _WEIGHT
-            out.append(chunk * NUM_SLOTS + inner)
-        for at in (*first.values(), *last.values()):
-            out[at] += 1
-        return out
-
-    def _advance(self, rank: int, row: Sequence[tuple[int, int, int, bool]], slots: Sequence[int]) -> None:
-        """Visit the next actions of `rank`, until it has to wait."""
-        made, waiting, joined, order = self.made, self.waiting, self.joined[rank], self.order
-        start = at = self.position[rank]
-        step = len(order.what)
-        for at in range(start, len(row)):
-            needed, lag, makes, with_next = row[at]
-            dependency = made[needed] if needed >= 0 else -1
-            if needed >= 0 and dependency < 0:
-                waiting[needed] = rank
-                break
-            if makes >= 0:
-                joined.append(makes)
-            while joined and not with_next:
-                result = joined.pop()
+    def _walk(self, rank: int, row: Sequence[Action]) -> Iterator[None]:
+        """Visit the actions of `rank`; yield where it has to wait."""
+        made, waiting, ready, order = self.made, self.waiting, self.ready, self.order
+        dependencies, lags, steps = order.dependency_list, order.lag_list, self._steps(rank, row)
+        slots = _slots(row, steps)
+        self.slots[rank] = tuple(sorted(Counter(slots).items()))
+        joined: list[int] = []  # made by actions that end with the next one
+        start, step = 0, len(dependencies)
+        for at, ((_, _, batch, with_next), (needed, lag, makes, _)) in enumerate(zip(row, steps, strict=True)):
+            dependency = -1
+            if needed >= 0:
+                dependency = made[needed + batch]
+                if dependency < 0:
+                    waiting[needed + batch] = rank
+                    self._visited(rank, slots, start, at)
+                    yield
+                    dependency, start, step = made[needed + batch], at, len(dependencies)
+            result = makes + batch
+            if with_next or joined:
+                joined += [result] if makes >= 0 else []
+                while joined and not with_next:
+                    made[result := joined.pop()] = step
+                    if result in waiting:
+                        ready.append(waiting.pop(result))
+            elif makes >= 0:
                 made[result] = step
                 if result in waiting:
-                    self.ready.append(waiting.pop(result))
-            order.dependency_list.append(dependency)
-            order.lag_list.append(lag)
+                    ready.append(waiting.pop(result))
+            dependencies.append(dependency)
+            lags.append(lag)
             step += 1
-        else:
-            at = len(row)
-        self.position[rank] = at
-        order.what.extend(self.table[rank][start:at])
-        order.slot_list.extend(slots[start:at])
-        order.rank_list.extend([rank] * (at - start))
+        self._visited(rank, slots, start, len(row))
+
+    def _visited(self, rank: int, slots: Sequence[int], start: int, end: int) -> None:
+        """Add what `_walk` knows of some actions only when it stops."""
+        self.position[rank] = end
+        self.order.what.extend(self.table[rank][start:end])
+        self.order.slot_list.extend(slots[start:end])
+        self.order.rank_list.extend([rank] * (end - start))
+
+
+def _slots(row: Sequence[Action], steps: Sequence[_Step]) -> list[int]:
+    """Return the slot of every action of a rank: another one for the first forward and last backward of a chunk."""
+    # the gradients of a chunk are complete after its last weight gradient, wherever that runs
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for at, (kind, chunk, _, _) in enumerate(row):
+        if kind is F:
+            first.setdefault(chunk, at)
+        elif kind is not I:
+            last[chunk] = at
+    out = [slot for _, _, _, slot in steps]
+    for at in (*first.values(), *last.values()):
+        out[at] += 1
+    return out

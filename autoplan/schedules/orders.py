@@ -7,11 +7,11 @@ Every order is a function of (rank, number of ranks, number of micro-batches, th
 from __future__ import annotations
 
 from collections import Counter, deque
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 
-class ActionKind(Enum):
+class ActionKind(StrEnum):
     """The kind of work for one micro-batch; the value is torch's letter. I and W are the two parts of a split B."""
 
     FORWARD = "F"
@@ -203,24 +203,29 @@ def _warmed_up(
     """
     size = _round_size(num_stages, num_micro_batches)
     total = num_micro_batches * len(chunks)
-    warmup = min(warmup, total)
+    alone = min(warmup, total)
+    backward = B if weights_behind is None else I
+    forwards = _in_rounds(F, chunks, num_micro_batches, size)
+    backwards = _in_rounds(backward, chunks[::-1], num_micro_batches, size)
+    both = total - alone  # backwards with a forward before them
+    if weights_behind is None:
+        out = forwards[:alone] + [forwards[-1]] * (2 * both)
+        out[alone::2], out[alone + 1 :: 2] = forwards[alone:], backwards[:both]
+        return out + backwards[both:]
+    weights = _in_rounds(W, chunks[::-1], num_micro_batches, size)
+    out = forwards[:alone]
+    for step, action in enumerate(backwards):
+        out += forwards[alone + step : alone + step + 1]
+        out.append(action)
+        out += weights[step - weights_behind : step - weights_behind + 1] if step >= weights_behind else ()
+    return out + weights[max(0, total - weights_behind) :]
 
-    def nth(step: int, backward: bool) -> tuple[int, int]:
-        """Return the chunk and micro-batch of the step-th forward or backward of this rank."""
-        turn, place = divmod(step, size)
-        round_, local = divmod(turn, len(chunks))
-        return chunks[-1 - local if backward else local], round_ * size + place
 
-    out = [Action(F, *nth(step, False)) for step in range(warmup)]
-    forwards, weights = warmup, 0
-    for step in range(total):
-        if forwards < total:
-            out.append(Action(F, *nth(forwards, False)))
-            forwards += 1
-        out.append(Action(B if weights_behind is None else I, *nth(step, True)))
-        if weights_behind is not None and step >= weights_behind:
-            out.append(Action(W, *nth(weights, True)))
-            weights += 1
-    if weights_behind is not None:
-        out += [Action(W, *nth(step, True)) for step in range(weights, total)]
-    return out
+def _in_rounds(kind: ActionKind, chunks: tuple[int, ...], num_micro_batches: int, size: int) -> list[Action]:
+    """Return the actions of one kind: for every round of `size` micro-batches, all of them on one chunk after another.
+
+    With several chunks, the micro-batches are a multiple of `size`.
+    """
+    ends = [(first, min(first + size, num_micro_batches)) for first in range(0, num_micro_batches, size)]
+    each = [(kind, chunk, m, False) for first, end in ends for chunk in chunks for m in range(first, end)]
+    return list(map(Action._make, each))
