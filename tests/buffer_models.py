@@ -322,3 +322,66 @@ def trained(rank: int, world: int, name: str, pins: dict[str, Any], compile: str
     assert all(torch.equal(x, again.state_dict()[n]) for n, x in pm.state_dict().items())
     changed = [n for n, _ in again.named_buffers() if n in others]
     return max(errors), max(_apart(got[n].double(), others[n].double()) for n in changed)
+
+
+READ_WHAT_THEY_CHANGE = ("averaged", "counter", "observed", "teacher", "tracked")  # also in eval()
+
+
+def _alone(
+    name: str, state: Mapping[str, torch.Tensor], whole: dict[str, torch.Tensor], data_ranks: int, num_parts: int
+) -> tuple[float, torch.Tensor]:
+    """Loss and output of the module in eval() with this state on each micro-batch of all data ranks at once."""
+    found, outs = 0.0, torch.zeros_like(whole["x"])
+    by_rank = torch.arange(len(outs)).chunk(data_ranks)
+    for each in zip(*(rows.tensor_split(num_parts) for rows in by_rank), strict=True):
+        one, at = made(name), torch.cat(each)
+        one.load_state_dict(state)
+        mine = {n: x[at] for n, x in whole.items()}
+        with torch.no_grad():
+            out = one.eval()(mine["x"])
+        found += loss(out, mine).item() * len(at) / len(outs)
+        outs[at] = out[0] if isinstance(out, tuple) else out
+    return found, outs
+
+
+def evaluated(rank: int, world: int, name: str, pins: dict[str, Any], rows: int, compile: str | None = None) -> float:
+    """The largest difference of evaluations after a step to the module's in eval(), on `rows` rows of each data rank.
+
+    Asserts that evaluations change nothing: the state is the same, and so are the steps of a program that is not asked.
+    """
+
+    def program() -> Any:
+        return autoplan.parallelize(
+            made(name),
+            "local",
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
+            example_inputs=batch(4),
+            loss_fn=loss,
+            pins=pins,
+            global_batch_size=8,
+            compile=compile or False,
+        )
+
+    def step(of: Any, number: int) -> float:
+        size = 8 // of.data_world
+        found = of.step({n: x[of.data_rank * size :][:size] for n, x in batch(seed=number).items()}).item()
+        of.optimizer.step()
+        return float(found)
+
+    asked, other, errors = program(), program(), list[float]()
+    whole = batch(rows * asked.data_world, seed=9)
+    mine = {n: x[rows * asked.data_rank :][:rows] for n, x in whole.items()}
+    for number in range(2):
+        assert step(asked, number) == step(other, number)
+        before = asked.state_dict()
+        got = asked.eval_step(mine).item()
+        again, outputs = asked.eval_outputs(mine, rows="all")
+        after = asked.state_dict()
+        assert all(torch.equal(x, after[n]) for n, x in before.items())
+        parts = min(rows, asked.num_micro_batches) if name in READ_WHAT_THEY_CHANGE else 1
+        want, out = _alone(name, after, whole, asked.data_world, parts)
+        errors += [abs(got / want - 1), abs(got - again.item()), *(_apart(x, out) for x in outputs.values())]
+        assert len(outputs) == 1
+    state = other.state_dict()
+    assert all(torch.equal(x, state[n]) for n, x in asked.state_dict().items())
+    return max(errors)
