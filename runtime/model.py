@@ -162,6 +162,7 @@ class ParallelModel(StateMethods):
             device=self.device,
             aliases=aliases or {},
             extra=extra_state or {},
+            buffers=buffers,
             order=self._given,
             dtype=dtype,
             stored=self._stored_dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -385,3 +386,49 @@ def evaluated(rank: int, world: int, name: str, pins: dict[str, Any], rows: int,
     state = other.state_dict()
     assert all(torch.equal(x, state[n]) for n, x in asked.state_dict().items())
     return max(errors)
+
+
+def resumed(rank: int, world: int, folder: str, pins: dict[str, Any], then: dict[str, Any]) -> None:
+    """Assert that buffers that are not persistent come back in modules, and from a checkpoint under another plan."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        made = Stacked(Averaged).double()
+        for layer in made.layers:
+            layer.register_buffer("average", layer.average, persistent=False)  # type: ignore[union-attr,arg-type]
+        return made
+
+    def program(pins: dict[str, Any]) -> Any:
+        sgd = functools.partial(torch.optim.SGD, lr=0.05)
+        given: dict[str, Any] = {"example_inputs": batch(4), "loss_fn": loss, "global_batch_size": 8}
+        return autoplan.parallelize(model(), "local", optimizer=sgd, pins={"num_micro_batches": 2, **pins}, **given)
+
+    def trained(pm: Any, one: nn.Module, seed: int) -> None:
+        size, parts = 8 // pm.data_world, batch(seed=seed)
+        found = pm.step({n: x[pm.data_rank * size :][:size] for n, x in parts.items()}).item()
+        pm.optimizer.step()
+        by_rank = {n: x.unflatten(0, (pm.data_world, 2, -1)) for n, x in parts.items()}
+        wanted = 0.0
+        for part in range(2):
+            mine = {n: x[:, part].flatten(0, 1) for n, x in by_rank.items()}
+            each = loss(one(mine["x"]), mine) / 2
+            each.backward()
+            wanted += each.item()
+        with torch.no_grad():
+            for p in one.parameters():
+                p -= 0.05 * p.grad
+                p.grad = None
+        assert abs(found / wanted - 1) < 1e-12
+
+    pm, one = program(pins), model()
+    for seed in range(2):
+        trained(pm, one, seed)
+    back, wanted = pm.to_module(None), dict(one.named_buffers())
+    assert len(wanted) == 4 and not wanted.keys() & pm.state_dict().keys()
+    assert all(_apart(b, wanted[n]) < 1e-12 for n, b in back.named_buffers())
+    pm.save_checkpoint(folder)
+    again = program(then)
+    assert again.load_checkpoint(folder) is not None
+    trained(again, one, 2)
+    wanted = dict(one.named_buffers())
+    assert all(_apart(b, wanted[n]) < 1e-12 for n, b in again.to_module(None).named_buffers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import buffer_models
@@ -75,6 +76,11 @@ def test_three_steps_equal_one_process(name: str, pins: str) -> None:
 def test_every_model_under_every_plan(name: str, pins: str) -> None:
     if (name, pins) not in QUICK:
         _check(name, pins)
+
+
+@pytest.mark.parametrize(("pins", "then"), [({"pp": 2}, {"dp": 2}), ({"dp": 2}, {"pp": 2})], ids=str)
+def test_what_is_not_persistent_comes_back(pins: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
+    pool(2).run(buffer_models.resumed, str(tmp_path), pins, then, timeout_s=180)
 
 
 @pytest.mark.slow
