@@ -101,11 +101,11 @@ def capture_verified(
     dtype: torch.dtype | None = None,
     verify: bool | str = True,
 ) -> tuple[ModelGraph, str]:
-    """Return the captured graph, and the line on its verification."""
-    from autoplan.capture.export import capture
+    """Return the captured graph, with that of its evaluation if it is another, and the line on its verification."""
+    from autoplan.capture.export import capture, capture_evaluation
     from autoplan.capture.frontend.cache import cached
     from autoplan.capture.passes.cast import computing_in
-    from autoplan.verify.door import verify_capture
+    from autoplan.verify.door import verify_capture, verify_evaluation
     from autoplan.verify.runs import VerifyTask
 
     with computing_in(model, dtype):
@@ -113,7 +113,14 @@ def capture_verified(
             graph = capture(model, example_inputs, loss_fn)
         else:
             graph = cached(model, example_inputs, lambda: capture(model, example_inputs))
-    return graph, verify_capture(VerifyTask(model, graph, example_inputs, loss_fn, dtype), verify)
+    task = VerifyTask(model, graph, example_inputs, loss_fn, dtype)
+    verified = verify_capture(task, verify)
+
+    def evaluation() -> ModelGraph:
+        with computing_in(model, dtype):
+            return capture_evaluation(graph, model, example_inputs, loss_fn)
+
+    return verify_evaluation(task, evaluation, verify), verified
 
 
 def model_facts(model: nn.Module | Path | str, loss_fn: LossFn | None = None) -> dict[str, Any]:

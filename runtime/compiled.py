@@ -75,6 +75,9 @@ def compile_blocks(
     for block in blocks:
         block.compiled = True
         block.compute = torch.compile(block.compute, backend=backend, options=options)  # type: ignore[method-assign]
+        evaluate: Callable[..., Any] | None = getattr(block, "evaluate", None)
+        if evaluate is not None:
+            vars(block)["evaluate"] = torch.compile(evaluate, backend=backend, options=options)
     return len(blocks)
 
 

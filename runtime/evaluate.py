@@ -8,7 +8,9 @@ different sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,9 +109,29 @@ class Waves:
 def only_trains(spec: ProgramSpec) -> str | None:
     """Return why a program cannot evaluate; None if it can."""
     updated = [b.name for stage in spec.stages for b in stage.buffers if b.updated]
-    if not updated:
+    if spec.evaluation is not None or not (updated or spec.no_evaluation):
         return None
-    return (
-        f"{spec.model} was captured in training mode and updates {updated[0]!r} in its forward; its evaluation is "
-        "another computation; evaluate pm.to_module() instead"
-    )
+    what = f"updates {updated[0]!r} in its forward" if updated else "computes something else than in evaluation"
+    why = spec.no_evaluation or "the program was made without its evaluation: make it again"
+    return f"{spec.model} {what} while it trains, and the program has only that: {why}; evaluate pm.to_module() instead"
+
+
+@contextmanager
+def evaluating(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """Let stages and their blocks compute what the module does in evaluation, where that is something else."""
+    changed: list[tuple[dict[str, Any], str]] = []
+    try:
+        for module in (module for stage in stages for module in stage.modules()):
+            for name, instead in _IN_EVALUATION.items():
+                method = getattr(module, instead, None)
+                if method is not None:
+                    vars(module)[name] = method
+                    changed.append((vars(module), name))
+        yield
+    finally:
+        for attributes, name in changed:
+            del attributes[name]
+
+
+# methods of emitted classes, and those that evaluate in their place (autoplan.codegen.program)
+_IN_EVALUATION = {"forward": "evaluate", "count": "count_evaluated"}

@@ -119,8 +119,8 @@ class GivenModule:
             )
             self._evaluated = ""
 
-    def filled(self, state: Mapping[str, Any]) -> nn.Module:
-        """Return a module with the values of a full state, on the host.
+    def filled(self, state: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> nn.Module:
+        """Return a module with the values of a full state, and of buffers that are in no state, on the host.
 
         Raises:
             RuntimeError: the module cannot be copied, or the state lacks some of its keys or has others.
@@ -133,6 +133,9 @@ class GivenModule:
             made.load_state_dict(
                 {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}, assign=True
             )
+        for name, value in buffers.items():
+            owner, _, attr = name.rpartition(".")
+            made.get_submodule(owner)._buffers[attr] = value.clone()
         _tie_again(made, self._form)
         return made
 
@@ -183,8 +186,15 @@ def _tie_again(made: nn.Module, form: nn.Module) -> None:
                 mine._parameters[name] = first.setdefault(id(p), held)
 
 
-def given_back(given: GivenModule | None, state: Callable[[], dict[str, Any]], rank: int | None) -> nn.Module | None:
+def given_back(
+    given: GivenModule | None,
+    state: Callable[[], dict[str, Any]],
+    buffers: Callable[[], dict[str, torch.Tensor]],
+    rank: int | None,
+) -> nn.Module | None:
     """Return the module with the full state that `state` returns (a collective) on one rank, or on all; None elsewhere.
+
+    `buffers` returns those that change and are in no state (a collective).
 
     Raises:
         AgreedRuntimeError: (on all ranks) there is no module, or it cannot be copied.
@@ -193,9 +203,9 @@ def given_back(given: GivenModule | None, state: Callable[[], dict[str, Any]], r
         raise AgreedRuntimeError(
             "this program was not made of a module; load pm.state_dict() into one" if given is None else given.reason
         )
-    values = state()
+    values, others = state(), buffers()
     mine = rank is None or not dist.is_initialized() or dist.get_rank() == rank
-    return given.filled(values) if mine else None
+    return given.filled(values, others) if mine else None
 
 
 class _Stale:

@@ -21,7 +21,7 @@ from autoplan.runtime.checkpoint.contents import TrainingProgress
 from autoplan.runtime.checkpoint.door import Checkpoints
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
-from autoplan.runtime.evaluate import Waves, only_trains
+from autoplan.runtime.evaluate import Waves, evaluating, only_trains
 from autoplan.runtime.failure import guard
 from autoplan.runtime.given_module import GivenModule
 from autoplan.runtime.host_memory import give_back_freed_memory
@@ -162,6 +162,7 @@ class ParallelModel(StateMethods):
             device=self.device,
             aliases=aliases or {},
             extra=extra_state or {},
+            buffers=buffers,
             order=self._given,
             dtype=dtype,
             stored=self._stored_dtype,
@@ -177,6 +178,13 @@ class ParallelModel(StateMethods):
         self._alone = alone
         given_counts = None if alone is None else alone.counts
         self._batches = Batches(spec, self.mesh, num_micro_batches, self.device, given_counts)
+        self._evaluated, self._evaluated_inputs, self._evaluated_batches = spec, self._inputs, self._batches
+        if spec.evaluation is not None:
+            self._evaluated = spec.evaluation
+            self._evaluated_inputs = StageInputs(
+                spec.evaluation, self.mesh, self.stage, self.device, self._loss_dtype, dtype
+            )
+            self._evaluated_batches = Batches(spec.evaluation, self.mesh, num_micro_batches, self.device, given_counts)
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
         self._checkpoints = Checkpoints(self.device)
@@ -455,15 +463,17 @@ class ParallelModel(StateMethods):
         return TotalLoss(self.mesh, self._replicas.all, self.device, self._loss_dtype, None if apart else sync)
 
     def eval_step(self, batch: Batch) -> torch.Tensor:
-        """Return the loss of a batch without a backward and without dropout. Gradients and counters stay as they are.
+        """Return the loss of a batch as the module computes it in `eval()`, without a backward and without dropout.
+
+        Batch norm has its running statistics, codebooks stay. Gradients, buffers and counters stay as they are.
 
         Args:
             batch: as for `step`, with any number of samples; data-parallel ranks may have different numbers.
 
         Returns: the loss of the global batch on every rank, a 0-dim tensor.
         Raises:
-            ValueError: a batch that does not fit (on any rank), or a model whose evaluation is another computation
-                than its training (batch norm). All ranks raise it and can continue.
+            ValueError: a batch that does not fit (on any rank), or a model that updates buffers and whose evaluation
+                could not be captured or laid out beside its training. All ranks raise it and can continue.
             RankFailure: this or another rank failed.
         """
         with guard(call="eval_step"), torch.inference_mode(False), torch.no_grad():
@@ -488,26 +498,31 @@ class ParallelModel(StateMethods):
         Raises: as `eval_step`; ValueError also for a program without outputs, and for another value of `rows`.
         """
         with guard(call="eval_outputs"), torch.inference_mode(False), torch.no_grad():
-            outputs = Outputs(self.spec, self.mesh, self.stages, self._inputs, self.device, each)
-            loss = self._evaluate(batch, why_no_outputs(self.spec, rows, each), outputs)
+            outputs = Outputs(self._evaluated, self.mesh, self.stages, self._evaluated_inputs, self.device, each)
+            loss = self._evaluate(batch, why_no_outputs(self._evaluated, rows, each), outputs)
             return loss, outputs.result(rows)
 
     def _evaluate(self, batch: Batch, problem: str | None = None, outputs: Outputs | None = None) -> torch.Tensor:
-        problem = problem or self._batches.problem_of_evaluation(batch) or only_trains(self.spec)
+        with evaluating(self.stages.values()):
+            return self._run_evaluation(batch, problem, outputs)
+
+    def _run_evaluation(self, batch: Batch, problem: str | None, outputs: Outputs | None) -> torch.Tensor:
+        inputs, batches = self._evaluated_inputs, self._evaluated_batches
+        problem = problem or batches.problem_of_evaluation(batch) or only_trains(self.spec)
         problem = problem or self._changed()
-        num = self._batches.num_parts(batch, problem)
+        num = batches.num_parts(batch, problem)
         if problem is None and num:
-            problem = self._batches.problem_of_evaluation(batch, num)
-        parts: list[dict[str, Any]] = [] if problem is not None or not num else self._batches.cut(batch, num)
-        counts = self._batches.settle(
-            [batch], problem, lambda: self._inputs.count(parts), data_rank=self.data_rank, step=self._num_evaluations
+            problem = batches.problem_of_evaluation(batch, num)
+        parts: list[dict[str, Any]] = [] if problem is not None or not num else batches.cut(batch, num)
+        counts = batches.settle(
+            [batch], problem, lambda: inputs.count(parts), data_rank=self.data_rank, step=self._num_evaluations
         )
-        denominators = self._inputs.denominators(counts)
+        denominators = inputs.denominators(counts)
         self._state.follow_first_copies()
         if self._host is not None:
             self._host.give_parameters()
-        self._inputs.complete(parts, denominators, [None] * len(parts))
-        waves = Waves(self.spec, self.mesh, self.stages, self._inputs, self.device)
+        inputs.complete(parts, denominators, [None] * len(parts))
+        waves = Waves(self._evaluated, self.mesh, self.stages, inputs, self.device)
         with ExitStack() as entered:
             entered.enter_context(self._in_mesh())
             if self._copies is not None:

@@ -35,12 +35,15 @@ class ModelState:
         device: where the program runs.
         aliases: further names of tied parameters.
         extra: persistent buffers and other state that the loss does not need, by name.
+        buffers: the buffers of the stages as they were given, by name.
         order: names of all parameters in the order of the model, which is that of `places` on every rank.
         dtype: the dtype of floating values, if it is not the captured one.
         stored: returns the dtype in which a parameter is stored.
 
     Attributes:
         host: copies of the trained shards on the host, if the optimizer's state is offloaded.
+        transient: buffers that forwards write to and that are not persistent, so that `state_dict` lacks them, as those
+            of modules do; without values.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class ModelState:
         device: torch.device,
         aliases: Mapping[str, tuple[str, ...]],
         extra: Mapping[str, Any],
+        buffers: Mapping[str, torch.Tensor],
         order: Iterable[str],
         dtype: torch.dtype | None,
         stored: StoredDtype,
@@ -63,6 +67,8 @@ class ModelState:
         self.device = device
         self.aliases: dict[str, tuple[str, ...]] = dict(aliases)
         self.extra: dict[str, Any] = dict(extra)
+        updated = (b.name for stage in spec.stages for b in stage.buffers if b.updated and b.name not in extra)
+        self.transient: dict[str, torch.Tensor] = {n: torch.empty_like(buffers[n], device="meta") for n in updated}
         self.dtype = dtype
         self.host: HostShards | None = None
         self._shards, self._stored = shards, stored
@@ -209,6 +215,10 @@ class ModelState:
                 out[other] = out[name]
         out |= {n: v.to(CPU) if isinstance(v, torch.Tensor) else v for n, v in self.extra.items()}
         return {**out, **gather_updated_buffers(self.spec, self.stages, self.extra, self.mesh, self.dtype, self.device)}
+
+    def transient_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the values of `transient`, on the host of every rank (a collective)."""
+        return gather_updated_buffers(self.spec, self.stages, self.transient, self.mesh, self.dtype, self.device)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
         """Load full tensors by original name (a collective), as `ParallelModel.load_state_dict` says."""

@@ -225,6 +225,9 @@ class ProgramSpec:
     outputs: tuple[OutputSpec, ...] = ()  # what an evaluation can return besides the loss
     more_loss_counts: tuple[tuple[str, LossUnit], ...] = ()  # further denominators: input, and what it counts
     one_part: str = ""  # why a batch cannot be computed in parts that are added up; "": it can
+    evaluation: ProgramSpec | None = None  # what the `evaluate` of its stages computes, if that is something else
+    equal_samples: bool = False  # it uses the size of micro-batches that data-parallel ranks share, each with as many
+    no_evaluation: str = ""  # why there is none although it would be something else
 
     @property
     def loss_counts(self) -> tuple[tuple[str, LossUnit], ...]:
@@ -278,7 +281,7 @@ def _stage(data: dict[str, Any]) -> StageSpec:
 
 
 def _program(data: dict[str, Any]) -> ProgramSpec:
-    own = ("schedule", "stages", "tied", "ledger", "outputs", "sizes_from", "bounds", "loss_count", "more_loss_counts")
+    own = "schedule stages tied ledger outputs sizes_from bounds loss_count more_loss_counts evaluation".split()
     return ProgramSpec(
         **_plain(data, *own),
         loss_count=LossUnit(data["loss_count"]),
@@ -290,4 +293,5 @@ def _program(data: dict[str, Any]) -> ProgramSpec:
         sizes_from=tuple(SizeSource(*size) for size in data["sizes_from"]),
         bounds=tuple(SizeBound(*bound) for bound in data.get("bounds", ())),
         outputs=tuple(OutputSpec(**_sharded(o)) for o in data.get("outputs", ())),
+        evaluation=_program(data["evaluation"]) if data.get("evaluation") else None,
     )

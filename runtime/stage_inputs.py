@@ -55,12 +55,13 @@ class StageInputs:
 
         Raises:
             AgreedValueError: (on all ranks) no label is valid, or the loss is also a mean over the samples of a
-                micro-batch and ranks have different numbers of samples.
+                micro-batch, or the program divides by their number, and ranks have different numbers of samples.
         """
-        if self._spec.loss_share and not counts.equal:
+        if (self._spec.loss_share or self._spec.equal_samples) and not counts.equal:
+            why = "the loss is a mean" if self._spec.loss_share else f"{self._spec.model} computes means"
             raise AgreedValueError(
-                f"the loss is a mean over samples, and the {self._mesh.size('dp')} data-parallel ranks have different "
-                "numbers of samples; give each the same number"
+                f"{why} over samples, and the {self._mesh.size('dp')} data-parallel ranks have different numbers of "
+                "samples; give each the same number"
             )
         out = {}
         for (name, what), number in zip(self._spec.loss_counts, counts.labels, strict=True):

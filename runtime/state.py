@@ -110,11 +110,11 @@ def gather_updated_buffers(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers that forwards write to, on the host of every rank. A collective.
+    """Return those of some buffers that forwards write to, on the host of every rank. A collective.
 
     Args:
         stages: this rank's stages by index.
-        extra: persistent buffers as they were given.
+        extra: the buffers as they were given, by name.
         dtype: of floating buffers; None: as given.
     """
     out: dict[str, torch.Tensor] = {}

@@ -117,7 +117,7 @@ class StateMethods:
         Raises:
             RuntimeError: the module cannot be copied, or the program was not made of a module (on all ranks alike).
         """
-        return given_back(self.given, self._state.state_dict, rank)
+        return given_back(self.given, self._state.state_dict, self._state.transient_buffers, rank)
 
     @guarded("gradients")
     def gradients(self) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -100,3 +101,39 @@ def trained(rank: int, world: int, pins: dict[str, Any], compile: str | None = N
     pm.load_state_dict(made(3).state_dict())
     assert torch.equal(pm.state_dict()["first.running_var"], torch.ones(8, dtype=torch.float64))
     return max(errors)
+
+
+def evaluated(rank: int, world: int, pins: dict[str, Any], rows: int, compile: str | None = None) -> float:
+    """The largest difference of an evaluation behind a step to the module in eval(), on `rows` rows of each data rank.
+
+    Asserts that different numbers of rows are evaluated too, and that no step takes them.
+    """
+    pm = autoplan.parallelize(
+        made(),
+        "local",
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        example_inputs=batch(4),
+        loss_fn=loss,
+        pins=pins,
+        global_batch_size=8,
+        compile=compile or False,
+    )
+    size = 8 // pm.data_world
+    pm.step({n: x[pm.data_rank * size :][:size] for n, x in batch().items()})
+    pm.optimizer.step()
+    before, whole = pm.state_dict(), batch(rows * pm.data_world, seed=9)
+    uneven = pm.data_world > 1
+    begin, end = (pm.data_rank * (rows + 1), rows + 1 + pm.data_rank * rows) if uneven else (0, rows)
+    mine = {n: x[begin:end] for n, x in whole.items()}
+    got, outputs = pm.eval_outputs(mine, rows="all")
+    if uneven:
+        with pytest.raises(ValueError, match=r"Net computes means over samples.*give each the same number"):
+            pm.step({n: torch.cat([x] * pm.num_micro_batches) for n, x in mine.items()})
+    one = made(3)
+    one.load_state_dict(before)
+    after = pm.state_dict()
+    assert all(torch.equal(x, after[n]) for n, x in before.items())
+    with torch.no_grad():
+        out = one.eval()(whole["x"])
+    error = float((outputs["output"] - out).abs().max() / out.abs().max())
+    return max(error, abs(got.item() / loss(out, whole).item() - 1), abs(pm.eval_step(mine).item() - got.item()))

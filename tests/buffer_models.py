@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -322,3 +323,112 @@ def trained(rank: int, world: int, name: str, pins: dict[str, Any], compile: str
     assert all(torch.equal(x, again.state_dict()[n]) for n, x in pm.state_dict().items())
     changed = [n for n, _ in again.named_buffers() if n in others]
     return max(errors), max(_apart(got[n].double(), others[n].double()) for n in changed)
+
+
+READ_WHAT_THEY_CHANGE = ("averaged", "counter", "observed", "teacher", "tracked")  # also in eval()
+
+
+def _alone(
+    name: str, state: Mapping[str, torch.Tensor], whole: dict[str, torch.Tensor], data_ranks: int, num_parts: int
+) -> tuple[float, torch.Tensor]:
+    """Loss and output of the module in eval() with this state on each micro-batch of all data ranks at once."""
+    found, outs = 0.0, torch.zeros_like(whole["x"])
+    by_rank = torch.arange(len(outs)).chunk(data_ranks)
+    for each in zip(*(rows.tensor_split(num_parts) for rows in by_rank), strict=True):
+        one, at = made(name), torch.cat(each)
+        one.load_state_dict(state)
+        mine = {n: x[at] for n, x in whole.items()}
+        with torch.no_grad():
+            out = one.eval()(mine["x"])
+        found += loss(out, mine).item() * len(at) / len(outs)
+        outs[at] = out[0] if isinstance(out, tuple) else out
+    return found, outs
+
+
+def evaluated(rank: int, world: int, name: str, pins: dict[str, Any], rows: int, compile: str | None = None) -> float:
+    """The largest difference of evaluations after a step to the module's in eval(), on `rows` rows of each data rank.
+
+    Asserts that evaluations change nothing: the state is the same, and so are the steps of a program that is not asked.
+    """
+
+    def program() -> Any:
+        return autoplan.parallelize(
+            made(name),
+            "local",
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
+            example_inputs=batch(4),
+            loss_fn=loss,
+            pins=pins,
+            global_batch_size=8,
+            compile=compile or False,
+        )
+
+    def step(of: Any, number: int) -> float:
+        size = 8 // of.data_world
+        found = of.step({n: x[of.data_rank * size :][:size] for n, x in batch(seed=number).items()}).item()
+        of.optimizer.step()
+        return float(found)
+
+    asked, other, errors = program(), program(), list[float]()
+    whole = batch(rows * asked.data_world, seed=9)
+    mine = {n: x[rows * asked.data_rank :][:rows] for n, x in whole.items()}
+    for number in range(2):
+        assert step(asked, number) == step(other, number)
+        before = asked.state_dict()
+        got = asked.eval_step(mine).item()
+        again, outputs = asked.eval_outputs(mine, rows="all")
+        after = asked.state_dict()
+        assert all(torch.equal(x, after[n]) for n, x in before.items())
+        parts = min(rows, asked.num_micro_batches) if name in READ_WHAT_THEY_CHANGE else 1
+        want, out = _alone(name, after, whole, asked.data_world, parts)
+        errors += [abs(got / want - 1), abs(got - again.item()), *(_apart(x, out) for x in outputs.values())]
+        assert len(outputs) == 1
+    state = other.state_dict()
+    assert all(torch.equal(x, state[n]) for n, x in asked.state_dict().items())
+    return max(errors)
+
+
+def resumed(rank: int, world: int, folder: str, pins: dict[str, Any], then: dict[str, Any]) -> None:
+    """Assert that buffers that are not persistent come back in modules, and from a checkpoint under another plan."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        made = Stacked(Averaged).double()
+        for layer in made.layers:
+            layer.register_buffer("average", layer.average, persistent=False)  # type: ignore[union-attr,arg-type]
+        return made
+
+    def program(pins: dict[str, Any]) -> Any:
+        sgd = functools.partial(torch.optim.SGD, lr=0.05)
+        given: dict[str, Any] = {"example_inputs": batch(4), "loss_fn": loss, "global_batch_size": 8}
+        return autoplan.parallelize(model(), "local", optimizer=sgd, pins={"num_micro_batches": 2, **pins}, **given)
+
+    def trained(pm: Any, one: nn.Module, seed: int) -> None:
+        size, parts = 8 // pm.data_world, batch(seed=seed)
+        found = pm.step({n: x[pm.data_rank * size :][:size] for n, x in parts.items()}).item()
+        pm.optimizer.step()
+        by_rank = {n: x.unflatten(0, (pm.data_world, 2, -1)) for n, x in parts.items()}
+        wanted = 0.0
+        for part in range(2):
+            mine = {n: x[:, part].flatten(0, 1) for n, x in by_rank.items()}
+            each = loss(one(mine["x"]), mine) / 2
+            each.backward()
+            wanted += each.item()
+        with torch.no_grad():
+            for p in one.parameters():
+                p -= 0.05 * p.grad
+                p.grad = None
+        assert abs(found / wanted - 1) < 1e-12
+
+    pm, one = program(pins), model()
+    for seed in range(2):
+        trained(pm, one, seed)
+    back, wanted = pm.to_module(None), dict(one.named_buffers())
+    assert len(wanted) == 4 and not wanted.keys() & pm.state_dict().keys()
+    assert all(_apart(b, wanted[n]) < 1e-12 for n, b in back.named_buffers())
+    pm.save_checkpoint(folder)
+    again = program(then)
+    assert again.load_checkpoint(folder) is not None
+    trained(again, one, 2)
+    wanted = dict(one.named_buffers())
+    assert all(_apart(b, wanted[n]) < 1e-12 for n, b in again.to_module(None).named_buffers())

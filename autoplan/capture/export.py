@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.capture.evaluation import evaluation_beside, with_evaluation
 from autoplan.capture.frontend.alone import in_one_process, products_in_order
 from autoplan.capture.frontend.bags import CaptureBags
 from autoplan.capture.frontend.batch_norm import capture_batch_norm
@@ -74,6 +75,7 @@ def capture(
 
     Returns:
         A checked ModelGraph with factors. Its loss is a sum over valid tokens divided by the input `loss_denominator`.
+        It has the graph of an evaluation beside it if the forward updates buffers (`capture.evaluation`).
 
     Raises:
         CaptureError: names the op and the source line that cannot be captured.
@@ -83,9 +85,37 @@ def capture(
     example_inputs = examples_on_host(example_inputs)
     check_masks(model, example_inputs)
     refuse_gradient_hooks(model)
+    return with_evaluation(model, lambda changing: _in_its_mode(model, example_inputs, loss_fn, changing))
+
+
+def capture_evaluation(
+    graph: ModelGraph, model: nn.Module, example_inputs: Mapping[str, torch.Tensor], loss_fn: LossFn | None = None
+) -> ModelGraph:
+    """Return a graph that `capture` made of these arguments with that of the evaluation, or why there is none."""
+    example_inputs = examples_on_host(example_inputs)
+    return evaluation_beside(model, graph, lambda changing: _in_its_mode(model, example_inputs, loss_fn, changing))
+
+
+def _in_its_mode(
+    model: nn.Module,
+    example_inputs: Mapping[str, torch.Tensor],
+    loss_fn: LossFn | None,
+    changing: frozenset[str],
+) -> ModelGraph:
+    """Capture the model in the mode, training or evaluation, that its modules have.
+
+    Args:
+        changing: buffers that another capture of the model changes.
+    """
     counters = Counters(model)
     wrapped: Callable[..., LossModule] = partial(
-        LossModule, model, tuple(example_inputs), loss_fn, HeldParameters(model), counters
+        LossModule,
+        model,
+        tuple(example_inputs),
+        loss_fn,
+        HeldParameters(model),
+        counters,
+        changing=changing,
     )
     with in_one_process(), module_on_host(model), uncompiled(), attributes_restored(model):
         found: tuple[Scan, ...] = ()

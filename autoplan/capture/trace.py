@@ -32,6 +32,7 @@ class Trace:
         params, buffers: value -> full name in the model.
         layer_inputs, layer_outputs: layer -> values that enter and leave it.
         results: what the model returns besides the loss, where the loss depends on it: name -> value.
+        changing: full names of buffers that count as changed: another graph of the model changes them.
         of_micro_batches: values that updates of buffers are made of: the batch size in them is that of a micro-batch.
         order: program order: ("node", index into `nodes`) or ("repeat", index into `repeats`).
     """
@@ -51,6 +52,7 @@ class Trace:
     output: str = ""
     results: dict[str, str] = field(default_factory=dict)
     of_micro_batches: set[str] = field(default_factory=set)
+    changing: frozenset[str] = frozenset()
 
     def flow(self) -> Dataflow:
         """Return the dependences among `nodes`, by index."""
@@ -71,8 +73,9 @@ class Trace:
         self.insert(self.order.index(("node", index)) + 1, node, self.region[self.nodes[index].name])
 
     def updated_buffers(self) -> frozenset[str]:
-        """Return the values of the buffers that the forward writes to."""
-        return updated_buffers(self.nodes, self.buffers)
+        """Return the values of the buffers that change between forwards."""
+        elsewhere = {value for value, full in self.buffers.items() if full in self.changing}
+        return updated_buffers(self.nodes, self.buffers) | elsewhere
 
     def update(self, buffer: str, value: str) -> None:
         """Add a node that gives a buffer a new value: where the value is made, or in the layer that holds the buffer.

@@ -90,7 +90,7 @@ class Translator:
         self.wrapper = wrapper
         self.lengths = lengths
         self.names = names
-        self.trace: Trace = Trace()
+        self.trace: Trace = Trace(changing=wrapper.changing)
         self.env: dict[fx.Node, Any] = {}
         self.layer: list[str] = []
         self.within: tuple[str, ...] | None = None  # the calls of modules that the node at hand is made in

@@ -24,6 +24,7 @@ from spmd_types import I, P, R, V
 from torch import nn
 
 from autoplan.runtime.convert import typed
+from autoplan.runtime.evaluate import evaluating
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.params import buffer_owner, local_param_shape
 from autoplan.runtime.program import load_module, unwritten_folder
@@ -64,6 +65,10 @@ def check_program(spec: ProgramSpec, sources: Mapping[str, str], *, batch: int =
             module = load_module(path, f"autoplan_check_{stage.index}", sources[stage.source])
             try:
                 _check_stage(module.Stage(), spec, stage, mesh, env)
+                if spec.evaluation is not None:
+                    made = module.Stage()
+                    with evaluating([made]):
+                        _check_stage(made, spec.evaluation, spec.evaluation.stages[stage.index], mesh, env)
             finally:
                 sys.modules.pop(f"autoplan_check_{stage.index}", None)
 

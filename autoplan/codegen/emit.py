@@ -195,6 +195,7 @@ def block_source(
     free: bool,
     groups: Iterable[str] = (),
     given: Mapping[int, Sequence[str]] = MappingProxyType({}),
+    more: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, bool]]:
     """Return the source lines of a block's class, and which of b, s, t, device, rng its forward takes.
 
@@ -202,8 +203,33 @@ def block_source(
         free: emit a plain module, not a unit of recompute, since nothing in it depends on a parameter.
         groups: groups of the regions that a call of the block recomputes; the regions become functions.
         given: lines to put behind statements, by their index: results that an evaluation may ask for.
+        more: lines of a further method.
     """
     lowered, held = _with_held_buffers(lowered)
+    method, needs = method_source(lowered, ctx, "forward" if free else "compute", groups, given, held)
+    lines = [f"class {lowered.class_name}({'nn.Module' if free else 'Block'}):"]
+    shown = ", ".join(calls[:3]) + (f", ... ({len(calls)} calls)" if len(calls) > 3 else "")
+    lines += [f'    """{shown}"""', ""]
+    lines += [f"    held = {held!r}", ""] * bool(held)
+    if lowered.params or lowered.buffers:
+        lines += _init_lines(lowered, ctx, free)
+    return [*lines, *method, *(("", *more) if more else ()), "", ""], needs
+
+
+def method_source(
+    lowered: LoweredBlock,
+    ctx: Context,
+    name: str,
+    groups: Iterable[str] = (),
+    given: Mapping[int, Sequence[str]] = MappingProxyType({}),
+    held: Sequence[str] = (),
+) -> tuple[list[str], dict[str, bool]]:
+    """Return the lines of a method that runs the statements of a block, and which of b, s, t, device, rng it takes.
+
+    Args:
+        groups, given: as for `block_source`.
+        held: buffers that are arguments.
+    """
     lines, site = [], 0
     for statement in lowered.statements:
         if isinstance(statement, Convert):
@@ -226,21 +252,13 @@ def block_source(
         for n, used in needs.items()
         if used
     ]
-    lines = [f"class {lowered.class_name}({'nn.Module' if free else 'Block'}):"]
-    shown = ", ".join(calls[:3]) + (f", ... ({len(calls)} calls)" if len(calls) > 3 else "")
-    lines += [f'    """{shown}"""', ""]
-    lines += [f"    held = {held!r}", ""] * bool(held)
-    if lowered.params or lowered.buffers:
-        lines += _init_lines(lowered, ctx, free)
     args = _arguments(lowered, held)
     star = ["*"] if extra else []
-    name = "forward" if free else "compute"
-    lines.append(f"    def {name}({', '.join(['self', *args, *star, *extra])}) -> {_returns(len(lowered.outputs))}:")
+    lines = [f"    def {name}({', '.join(['self', *args, *star, *extra])}) -> {_returns(len(lowered.outputs))}:"]
     for each in lowered.inputs:
         lines.append(f"        # {each.var}: {describe_value(each.value, each.layout, ctx)}")
     lines += [f"        {line}" for line in body]
     lines.append(f"        return {', '.join(lowered.outputs)}")
-    lines += ["", ""]
     return lines, needs
 
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
-from autoplan.codegen.emit import Context, block_source
+from autoplan.codegen.context_cuts import context_cuts
+from autoplan.codegen.emit import Context, block_source, method_source
 from autoplan.codegen.outputs import FoundOutput, find_output, terms
 from autoplan.codegen.schedules import schedule_spec
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.precision import executed_precision
 from autoplan.config.recompute import recompute_kind, region_groups
+from autoplan.errors import LayoutError
 from autoplan.files import write_whole
-from autoplan.ir.graph import LOSS_SHARE, Call, ModelGraph, Value, denominator, of_the_batch
+from autoplan.ir.fresh import FreshNames
+from autoplan.ir.graph import LOSS_SHARE, Block, Call, ModelGraph, Value, denominator, of_the_batch
 from autoplan.ir.layout import Axis, Layout, Mesh
 from autoplan.ir.symbols import SYMBOLS, Expr
-from autoplan.ops.batch import batch_obstacle
+from autoplan.ops.batch import batch_obstacle, uses_batch_size
 from autoplan.ops.table import backward_reads_params, updated_buffers
-from autoplan.ops.text import py
+from autoplan.program.evaluation import evaluation_layouts
 from autoplan.program.expert_degrees import Spread
 from autoplan.program.lower import BlockLowering, identifier
 from autoplan.program.passes import executed, rewritten
@@ -84,8 +88,18 @@ def _made(lowered: LoweredBlock) -> Iterator[tuple[Value, Layout]]:
 
 
 class _Compiler:
-    def __init__(self, graph: ModelGraph, layouts: Layouts) -> None:
+    """Makes a program of a graph.
+
+    Args:
+        held: block -> names of parameters and buffers -> attributes of the class that is emitted for it elsewhere.
+    """
+
+    def __init__(
+        self, graph: ModelGraph, layouts: Layouts, held: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    ) -> None:
         self.graph, self.layouts = graph, layouts
+        self.evaluation: _Compiler | None = None
+        self.no_evaluation = graph.no_evaluation
         self.precision = executed_precision(layouts.precision)
         groups = {members: name for name, members in layouts.mesh.groups.items()}
         groups[tuple(a.name for a in layouts.axes)] = "tp"  # also if experts cut them further
@@ -93,7 +107,9 @@ class _Compiler:
         self.ctx = Context(graph.factors, layouts.axes, groups, {"b": layouts.mesh.size("dp"), "s": self.cut_over or 1})
         stack = executed(layouts.mesh, layouts.context)
         self.lowered: dict[str, LoweredBlock] = {
-            name: rewritten(BlockLowering(graph, block, layouts.selection, layouts.axes).run(), stack)
+            name: rewritten(
+                BlockLowering(graph, block, layouts.selection, layouts.axes, held.get(name, {})).run(), stack
+            )
             for name, block in graph.blocks.items()
         }
         self.calls = {c.name: c for c in graph.calls}
@@ -105,6 +121,35 @@ class _Compiler:
             self.layout_of |= zip(call.outputs, self.lowered[call.block].output_layouts, strict=True)
         self.stage_of = {name: i for i, names in enumerate(layouts.stages) for name in names}
         self.sites = self._sites()
+
+    def with_evaluation(self) -> _Compiler:
+        """Return this, which makes the evaluation too if it has a graph of its own that fits into the same stages."""
+        if self.graph.evaluation is None:
+            return self
+        layouts = self.layouts
+        try:
+            found = evaluation_layouts(self.graph, layouts.selection, layouts.axes, layouts.stages)
+            held = {name: self._attributes(name, block) for name, block in found.graph.blocks.items()}
+            methods = {name: how for name, how in layouts.context.items() if name in found.graph.blocks}
+            other = replace(
+                layouts, selection=found.selection, stages=found.stages, recompute={}, context=methods, offload=()
+            )
+            self.evaluation = _Compiler(found.graph, other, held)
+        except LayoutError as exc:
+            self.no_evaluation = f"its evaluation does not fit beside its training: {exc}"
+        return self
+
+    def _attributes(self, name: str, block: Block) -> dict[str, str]:
+        """Return the attributes with the parameters and buffers of a block in evaluation; add buffers that only it
+        reads."""
+        lowered = self.lowered.get(name)
+        if lowered is None:
+            return {}
+        held = {p.value.name: p.attr for p in lowered.params} | {v.name: attr for attr, v in lowered.buffers}
+        unused = FreshNames(held.values())
+        more = [(unused.fresh(identifier(x)), block.values[x]) for x in block.buffers if x not in held]
+        self.lowered[name] = replace(lowered, buffers=(*lowered.buffers, *more))
+        return held | {value.name: attr for attr, value in more}
 
     def _sites(self) -> dict[str, int]:
         """Return the first dropout number of every call: a property of the model, the same in every plan."""
@@ -164,7 +209,12 @@ class _Compiler:
             outputs=tuple(found.spec for found in self._found(self.calls)),
             input_dtypes=tuple((n, self.graph.values[n].dtype) for n in self.graph.inputs if of_the_batch(n)),
             one_part=batch_obstacle(self.graph) or "",
+            equal_samples=uses_batch_size(self.graph),
+            no_evaluation=self.no_evaluation,
         )
+        if self.evaluation is not None:
+            other = replace(self.evaluation.run().spec, inputs=program.inputs, ledger=())
+            program = replace(program, evaluation=other)
         return Program(program, sources)
 
     def _whole(self) -> tuple[Terms, ...]:
@@ -244,8 +294,14 @@ class _Compiler:
                 )
             made = self.graph.blocks[call.block]
             updated = updated_buffers(made.nodes, made.buffers)
+            own = {**self._buffers_in_evaluation(call), **call.buffers}
             for attr, value in lowered.buffers:
-                buffers.append(BufferSpec(block, attr, call.buffers[value.name], value.name in updated))
+                if value.name in own:
+                    buffers.append(BufferSpec(block, attr, own[value.name], value.name in updated))
+        for call, module in self._free_in_evaluation(index):
+            if self.evaluation is not None and module != identifier(call.name):
+                found = self.evaluation.lowered[call.block].buffers
+                buffers += [BufferSpec(module, attr, call.buffers[value.name]) for attr, value in found]
         return StageSpec(
             index,
             source,
@@ -255,6 +311,33 @@ class _Compiler:
             tuple(map(self._carried_spec, self._carried(index - 1))),
             tuple(map(self._carried_spec, self._carried(index))),
         )
+
+    def _buffers_in_evaluation(self, call: Call) -> Mapping[str, str]:
+        other = self.evaluation.calls.get(call.name) if self.evaluation is not None else None
+        return other.buffers if other is not None and other.block == call.block else {}
+
+    def _free_in_evaluation(self, stage: int) -> list[tuple[Call, str]]:
+        """Return the parameter-free calls of the evaluation that a stage needs, and the module that computes each: that
+        of training if it computes the same."""
+        if self.evaluation is None:
+            return []
+        out, training = [], {call.name: call for call in self._free_calls(stage)}
+        for call in self.evaluation._free_calls(stage):
+            like = training.get(call.name)
+            same = (
+                like is not None
+                and like.buffers == call.buffers
+                and self._free_text(like) == (self.evaluation._free_text(call))
+            )
+            out.append((call, identifier(call.name if same else f"evaluated {call.name}")))
+        return out
+
+    def _free_text(self, call: Call) -> list[str]:
+        return method_source(self.lowered[call.block], self._context(free=True), "forward")[0]
+
+    def _context(self, free: bool) -> Context:
+        """Return the facts for the text of a block; sequences are cut after blocks without parameters."""
+        return replace(self.ctx, parts={**self.ctx.parts, "s": 1}) if free else self.ctx
 
     def _expert_weight_types(self, spread: Sequence[Spread]) -> tuple[tuple[str, str], ...]:
         """Return the type of expert weights on every sub-axis of tp.
@@ -322,19 +405,63 @@ class _Compiler:
             "",
         ]
         needs: dict[str, dict[str, bool]] = {}
+        others: dict[str, dict[str, bool]] = {}  # of the evaluation
         for name, calls in blocks.items():
             free_block = set(calls) <= self.free_names
-            parts = {**self.ctx.parts, "s": 1} if free_block else self.ctx.parts  # sequences are cut after free blocks
-            ctx = replace(self.ctx, parts=parts)
             groups = {g for call in calls for g in region_groups(self.layouts.recompute.get(call, "none"))}
-            given: dict[int, list[str]] = {}
-            for found in () if free_block else self._found(calls):
-                given.setdefault(found.statement, []).append(f"self.output({found.spec.name!r}, {found.variable})")
-            given = {at: list(dict.fromkeys(texts)) for at, texts in given.items()}
-            text, needs[name] = block_source(self.lowered[name], ctx, calls, free_block, groups, given)
+            given = {} if free_block else self._outputs(calls)
+            more: list[str] = []
+            if self.evaluation is not None and not free_block and name in self.evaluation.lowered:
+                more, others[name] = self._evaluated(name, calls)
+            ctx = self._context(free_block)
+            text, needs[name] = block_source(self.lowered[name], ctx, calls, free_block, groups, given, more)
             lines += text
-        lines += self._stage_class(index, spec, free, mine, needs)
+        modules = self._free_in_evaluation(index)
+        for call, module in modules:
+            if self.evaluation is not None and call.block not in others:
+                block, ctx = self.evaluation.lowered[call.block], self.evaluation._context(free=True)
+                text, others[call.block] = block_source(block, ctx, [call.name], True)
+                lines += text if module != identifier(call.name) else []
+        lines += self._stage_class(index, spec, free, mine, needs, modules)
+        if self.evaluation is not None:
+            lines += self.evaluation._stage_methods(index, self.graph, modules, others, self._count(needs))
         return "\n".join(lines) + "\n"
+
+    def _outputs(self, calls: Iterable[str]) -> dict[int, list[str]]:
+        """Return the lines behind statements of these calls that keep results for an evaluation that asks for them."""
+        given: dict[int, list[str]] = {}
+        for found in self._found(calls):
+            given.setdefault(found.statement, []).append(f"self.output({found.spec.name!r}, {found.variable})")
+        return {at: list(dict.fromkeys(texts)) for at, texts in given.items()}
+
+    def _evaluated(self, block: str, calls: Sequence[str]) -> tuple[list[str], dict[str, bool]]:
+        """Return the method of a block that computes its evaluation, and what it takes; no lines if that is its
+        training."""
+        other = self.evaluation
+        assert other is not None
+        lines, needs = method_source(other.lowered[block], other.ctx, "evaluate", (), other._outputs(calls))
+        made = self.graph.blocks[block]
+        if not updated_buffers(made.nodes, made.buffers):
+            trained, _ = method_source(self.lowered[block], self.ctx, "evaluate", (), self._outputs(calls))
+            lines = [] if trained == lines else lines
+        return lines, needs
+
+    def _stage_methods(
+        self,
+        index: int,
+        training: ModelGraph,
+        modules: Sequence[tuple[Call, str]],
+        needs: Mapping[str, Mapping[str, bool]],
+        count: list[str],
+    ) -> list[str]:
+        """Return the methods of a stage that evaluate and, if that is another count than `count`, count entries."""
+        mine, of = [self.calls[n] for n in self.layouts.stages[index]], {call.name: name for call, name in modules}
+        inputs = [n for n in training.inputs if of_the_batch(n)] + [n for n in self.graph.inputs if not of_the_batch(n)]
+        lines = ["", *self._run("evaluate", index, inputs, [call for call, _ in modules], mine, needs, of)]
+        other = self._count(needs, of, [n for n in inputs if of_the_batch(n)])
+        if other == count:
+            return lines
+        return [*lines, "", other[0].replace("def count", "def count_evaluated"), *other[1:]]
 
     def _stage_class(
         self,
@@ -343,11 +470,15 @@ class _Compiler:
         free: Sequence[Call],
         mine: Sequence[Call],
         needs: Mapping[str, Mapping[str, bool]],
+        more: Sequence[tuple[Call, str]],
     ) -> list[str]:
         lines = ["class Stage(nn.Module):", f'    """Stage {index}: {", ".join(c.name for c in mine)}."""', ""]
         lines += ["    def __init__(self) -> None:", "        super().__init__()"]
         for call in free:
             lines.append(f"        self.{identifier(call.name)} = {self.lowered[call.block].class_name}()")
+        for call, module in more:
+            if self.evaluation is not None and module != identifier(call.name):
+                lines.append(f"        self.{module} = {self.evaluation.lowered[call.block].class_name}()")
         lines.append("        self.blocks = nn.ModuleDict(")
         lines.append("            {")
         for call in mine:
@@ -363,20 +494,35 @@ class _Compiler:
                 options.append(f"gathered={gathered!r}")
             lines.append(f"                {identifier(call.name)!r}: {lowered.class_name}({', '.join(options)}),")
         lines += ["            }", "        )", ""]
-        carried = [identifier(c.name) for c in spec.carried_in]
-        inputs = [n for n in self.graph.inputs]
+        lines += self._run("forward", index, self.graph.inputs, free, mine, needs)
+        lines += ["", *self._count(needs)]
+        return lines
+
+    def _run(
+        self,
+        name: str,
+        index: int,
+        inputs: Sequence[str],
+        free: Sequence[Call],
+        mine: Sequence[Call],
+        needs: Mapping[str, Mapping[str, bool]],
+        modules: Mapping[str, str] = MappingProxyType({}),
+    ) -> list[str]:
+        """Return the method of a stage that runs its calls."""
+        carried = [identifier(v) for v in self._carried(index - 1)]
         args = ["self", *(f"{c}: Tensor" for c in carried), "*", *(f"{n}: Tensor" for n in inputs), "rng: Tensor"]
-        outs = [identifier(c.name) for c in spec.carried_out] or [identifier(self.graph.output)]
+        outs = [identifier(v) for v in self._carried(index)] or [identifier(self.graph.output)]
         returns = "Tensor" if len(outs) == 1 else f"tuple[{', '.join(['Tensor'] * len(outs))}]"
-        lines.append(f"    def forward({', '.join(args)}) -> {returns}:")
+        lines = [f"    def {name}({', '.join(args)}) -> {returns}:"]
         lines += self._prologue([*free, *mine], needs)
         for call in free:
-            lines.append(f"        {self._call_text(call, False, needs)}")
-        lines += self._context_cuts(free, mine, needs)
+            lines.append(f"        {self._call_text(call, False, needs, modules)}")
+        if self.cut_over is not None:
+            lines += context_cuts(self.graph, free, mine)
+            lines += ["        s = context_length(s, 'cp')"] * any(needs[call.block].get("s") for call in mine)
         for call in mine:
             lines.append(f"        {self._call_text(call, True, needs)}")
         lines.append(f"        return {', '.join(outs)}")
-        lines += ["", *self._count(needs)]
         return lines
 
     def _gathered(self, call: Call, recompute: str) -> str:
@@ -388,34 +534,6 @@ class _Compiler:
         last = call is self.graph.calls[-1]
         return "keep" if last and backward_follows(self.layouts.schedule, len(self.layouts.stages)) else "again"
 
-    def _context_cuts(
-        self, free: Sequence[Call], mine: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]
-    ) -> list[str]:
-        """Return the lines that cut values of whole sequences to this rank's part.
-
-        After them s is the size of the part.
-        """
-        if self.cut_over is None:
-            return []
-        whole = {*self.graph.inputs, *(v for call in free for v in call.outputs)}
-        axis, lines = "cp", []
-        for name in dict.fromkeys(v for call in mine for v in call.inputs if v in whole):
-            value = self.graph.values[name]
-            dims = [i for i, size in enumerate(value.shape) if "s" in size.symbols]
-            for dim in dims:
-                var = identifier(name)
-                if value.shape[dim] == Expr.symbol("s"):
-                    cut = f"context_part({var}, {axis!r}, {dim})"
-                else:  # flattened with the batch
-                    sizes = [self.graph.factors[f] for f in (value.dims or ())[dim]]
-                    at = dim + next(k for k, size in enumerate(sizes) if "s" in size.symbols)
-                    parts = f"{var}.unflatten({dim}, ({', '.join(py(size) for size in sizes)}))"
-                    cut = f"context_part({parts}, {axis!r}, {at}).flatten({dim}, {dim + len(sizes) - 1})"
-                lines.append(f"        {var} = {cut}")
-        if any(needs[call.block].get("s") for call in mine):
-            lines.append(f"        s = context_length(s, {axis!r})")
-        return lines
-
     def _prologue(self, calls: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]) -> list[str]:
         used = {n for c in calls for n, yes in needs[c.block].items() if yes}
         lines = []
@@ -425,21 +543,38 @@ class _Compiler:
             lines.append(f"        device = {sizes[0].input}.device")
         return lines
 
-    def _call_text(self, call: Call, has_params: bool, needs: Mapping[str, Mapping[str, bool]]) -> str:
-        target = f"self.blocks[{identifier(call.name)!r}]" if has_params else f"self.{identifier(call.name)}"
+    def _call_text(
+        self,
+        call: Call,
+        has_params: bool,
+        needs: Mapping[str, Mapping[str, bool]],
+        modules: Mapping[str, str] = MappingProxyType({}),
+    ) -> str:
+        name = modules.get(call.name) or identifier(call.name)
+        target = f"self.blocks[{name!r}]" if has_params else f"self.{name}"
         args = [identifier(v) for v in call.inputs] + [f"{n}={n}" for n, yes in needs[call.block].items() if yes]
         return f"{', '.join(identifier(v) for v in call.outputs)} = {target}({', '.join(args)})"
 
-    def _count(self, needs: Mapping[str, Mapping[str, bool]]) -> list[str]:
-        """Return the lines of `count`: the number of entries of this micro-batch in the mean of the loss."""
-        inputs = [n for n in self.graph.inputs if of_the_batch(n)]
+    def _count(
+        self,
+        needs: Mapping[str, Mapping[str, bool]],
+        modules: Mapping[str, str] = MappingProxyType({}),
+        inputs: Sequence[str] = (),
+    ) -> list[str]:
+        """Return the lines of `count`: the number of entries of this micro-batch in the mean of the loss.
+
+        Args:
+            modules: call -> module, where it has not the name of the call.
+            inputs: its arguments; by default the inputs of the graph.
+        """
+        inputs = inputs or [n for n in self.graph.inputs if of_the_batch(n)]
         lines = [f"    def count({', '.join(['self', '*', *(f'{n}: Tensor' for n in inputs)])}) -> Tensor:"]
         lines.append('        """Number of entries of this micro-batch that the mean of the loss runs over."""')
         counts = [count for count in self.graph.loss_counts if count.what in (LossUnit.TOKENS, LossUnit.TOTAL)]
         if counts:
             chain = self._free_for([])
             lines += self._prologue(chain, needs)
-            lines += [f"        {self._call_text(c, False, needs)}" for c in chain]
+            lines += [f"        {self._call_text(c, False, needs, modules)}" for c in chain]
             targets = [identifier(count.target or "") for count in counts]
             found = [target if count.what is LossUnit.TOTAL else f"({target} != {count.ignore_index}).sum()"
                      for count, target in zip(counts, targets, strict=True)]  # fmt: skip
@@ -455,4 +590,4 @@ class _Compiler:
 
 def compile_program(graph: ModelGraph, layouts: Layouts) -> Program:
     """Lower a captured model under a plan's layouts. Pure: plain values in, text and JSON out."""
-    return _Compiler(graph, layouts).run()
+    return _Compiler(graph, layouts).with_evaluation().run()

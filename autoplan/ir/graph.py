@@ -192,6 +192,9 @@ class ModelGraph:
         positions: the most tokens of a sequence that the config of the model names; None if it names none, or there is
             no config. Not part of the text form: the forward takes longer sequences, too.
         left_out: layers for tokens after the next that this config names, and transformers' modules leave out.
+        evaluation: what the module computes in evaluation, where that is another graph; its calls have the names of the
+            calls here. Not part of `content_hash`: plans do not depend on it.
+        no_evaluation: why there is no such graph although the module computes something else then; "" otherwise.
     """
 
     name: str
@@ -212,6 +215,8 @@ class ModelGraph:
     results: tuple[Result, ...] = ()
     positions: int | None = field(default=None, compare=False)
     left_out: int = field(default=0, compare=False)
+    evaluation: ModelGraph | None = None
+    no_evaluation: str = ""
 
     @property
     def loss_counts(self) -> tuple[LossCount, ...]:
@@ -309,6 +314,7 @@ class ModelGraph:
             buffers=_sorted(self.buffers),
             factors=_sorted(self.factors),
             bounds=_sorted(self.bounds),
+            evaluation=self.evaluation and self.evaluation.in_order(),
         )
 
     def to_json(self) -> str:
@@ -329,12 +335,14 @@ class ModelGraph:
 
     @property
     def content_hash(self) -> str:
-        """SHA-256 of the text form without `results`."""
+        """SHA-256 of the text form of what plans depend on."""
         return hashlib.sha256(self.without_results().to_json().encode()).hexdigest()
 
     def without_results(self) -> ModelGraph:
-        """Return the graph of the loss alone."""
-        return replace(self, results=()) if self.results else self
+        """Return the graph of the loss in training alone."""
+        if not (self.results or self.evaluation or self.no_evaluation):
+            return self
+        return replace(self, results=(), evaluation=None, no_evaluation="")
 
     def __str__(self) -> str:
         lines = [
@@ -372,7 +380,7 @@ def _sorted(things: Mapping[str, _Thing]) -> dict[str, _Thing]:
     return dict(sorted(things.items()))
 
 
-_RARE = ("notes", "more_counts", "results")  # nearly always empty
+_RARE = ("notes", "more_counts", "results", "evaluation", "no_evaluation")  # nearly always empty
 # Not part of the text form, by what configs call it
 _OF_CONFIGS = {"positions": "max_position_embeddings", "left_out": "num_nextn_predict_layers"}
 
@@ -435,6 +443,8 @@ def _decode_graph(data: Any) -> ModelGraph:
         notes=tuple(data.get("notes", ())),
         more_counts=tuple(LossCount(LossUnit(what), *rest) for what, *rest in data.get("more_counts", ())),
         results=tuple(Result(*result) for result in data.get("results", ())),
+        evaluation=_decode_graph(data["evaluation"]) if data.get("evaluation") else None,
+        no_evaluation=data.get("no_evaluation", ""),
     )
 
 
@@ -540,3 +550,5 @@ def check(graph: ModelGraph) -> None:
     for what, wanted in (("output", graph.output), *targets):
         if wanted is not None and wanted not in available:
             raise GraphError(f"{what} {wanted!r} is not computed by any call")
+    if graph.evaluation is not None:
+        check(graph.evaluation)

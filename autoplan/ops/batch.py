@@ -13,6 +13,7 @@ from collections.abc import Mapping, Set
 from autoplan.ir.graph import OF_PARTS, OF_THE_WHOLE_BATCH, Block, ModelGraph, Node, Value
 from autoplan.ir.layout import AxisType, P, R, shard
 from autoplan.ir.symbols import Expr
+from autoplan.ops.generic import FUNCTION, POINTWISE
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.strategies import axis_choices
 from autoplan.ops.table import op_has, op_record
@@ -97,6 +98,16 @@ def batch_obstacle(graph: ModelGraph) -> str | None:
     if found is not None:
         return f"{found} cannot be computed sample by sample and added up"
     return "the loss is not a sum over the samples of the batch" if loss is not P else None
+
+
+def uses_batch_size(graph: ModelGraph) -> bool:
+    """Return True if a number that the program computes with is the size of a micro-batch, of all ranks that share it.
+
+    Shapes are those of a rank's own part.
+    """
+    nodes = (node for block in graph.blocks.values() for node in block.nodes)
+    numbers = (x for n in nodes for name, x in n.attrs.items() if name == "scalar" or n.op in (POINTWISE, FUNCTION))
+    return any(isinstance(x, Expr) and "b" in x.symbols for x in numbers)
 
 
 def context_obstacle(graph: ModelGraph) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from autoplan.errors import LayoutError
 from autoplan.ir.fresh import FreshNames
@@ -53,13 +54,25 @@ _TAG = {"R": "full", "I": "same", "S": "shard", "P": "part"}
 
 
 class BlockLowering:
-    """Lowers one block to statements under a selection of layouts."""
+    """Lowers one block to statements under a selection of layouts.
 
-    def __init__(self, graph: ModelGraph, block: Block, selection: Selection, axes: Sequence[Axis]) -> None:
+    Args:
+        held: attributes of the emitted class that hold parameters and buffers; others get new names.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        block: Block,
+        selection: Selection,
+        axes: Sequence[Axis],
+        held: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.graph = graph
         self.block = block
         self.selection = selection
         self.axes: tuple[Axis, ...] = tuple(axes)
+        self.held = held
         self.names: FreshNames = FreshNames(_RESERVED)
         self.native: dict[str, Layout] = {}
         self.var: dict[tuple[str, Layout], str] = {}
@@ -87,7 +100,7 @@ class BlockLowering:
         params = [self._param(name) for name in self.block.params]
         buffers = []
         for name in self.block.buffers:
-            attr = self.names.fresh(identifier(name))
+            attr = self._attribute(name)
             self.var[name, self.native[name]] = f"self.{attr}"
             buffers.append((attr, self.block.values[name]))
         fused = self._fused_biases()
@@ -114,6 +127,9 @@ class BlockLowering:
             num_dropouts=sum(op_has(n.op, Trait.RANDOM) for n in self.block.nodes),
         )
 
+    def _attribute(self, name: str) -> str:
+        return self.held.get(name) or self.names.fresh(identifier(name))
+
     def _boundary(self, name: str) -> Layout:
         """Return the layout in which the block hands out a value."""
         for choice, option in self.selection.items():
@@ -125,7 +141,7 @@ class BlockLowering:
 
     def _param(self, name: str) -> BlockParam:
         value, stored = self.block.values[name], self.native[name]
-        attr = self.names.fresh(identifier(name))
+        attr = self._attribute(name)
         uses = self.uses.get(name, {stored})
         used = stored
         if len(uses) == 1:  # all uses take one type: its gradient is reduced once, at the end of the step

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoplan.capture.frontend.buffers import all_buffers
@@ -24,7 +25,7 @@ from autoplan.verify.first import explain_difference
 from autoplan.verify.one_device import compile_one_device, load_stage
 from autoplan.verify.runs import ADVICE, NotComparable, VerifyTask, Wrong, copies_of, run_graph, run_module
 from autoplan.verify.sample import draw_batch, has_mask, longest_window, sizes_to_try
-from autoplan.verify.wide import WIDE
+from autoplan.verify.wide import WIDE, wide_batch
 
 # Relative to the loss, and to the largest element of a gradient. Equal functions differ by the rounding of float64,
 # 1e-15 to 1e-13 (verification.py); the smallest mistake that was tried, an epsilon of 1e-5 for 1e-6 in a norm, gives
@@ -43,10 +44,6 @@ class Verification:
     text: str
 
 
-def _wide_batch(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: x.to(WIDE) if x.is_floating_point() else x for n, x in batch.items()}
-
-
 def compare_runs(
     task: VerifyTask, sizes: Mapping[str, int], *, moved: bool = True, whole_sample: bool = True
 ) -> Verification:
@@ -56,7 +53,7 @@ def compare_runs(
         CaptureError: names the first value that differs.
         NotComparable: if the module cannot run in float64.
     """
-    batch = _wide_batch(draw_batch(task.graph, task.example, sizes, whole_sample=whole_sample))
+    batch = wide_batch(draw_batch(task.graph, task.example, sizes, whole_sample=whole_sample))
     tensors = copies_of(task.model, moved)
     want = run_module(task, tensors, batch)
     compiled = compile_one_device(task.graph)
@@ -150,14 +147,19 @@ def _window(task: VerifyTask) -> int:
     return max(longest_window(task.graph), wanted if isinstance(wanted, int) else 0)
 
 
+def without_values(model: nn.Module) -> list[str]:
+    """Return the tensors of a model that have no values."""
+    tensors = (*model.named_parameters(), *all_buffers(model))
+    return [name for name, tensor in tensors if tensor.is_meta or isinstance(tensor, FakeTensor)]
+
+
 def verify_whole(task: VerifyTask, limit_s: float = LIMIT_S) -> Verification:
     """Compare graph and module at sizes that cost at most `limit_s`. The outcome says why if it is not done.
 
     Raises:
         CaptureError: if the graph is not the module.
     """
-    tensors = (*task.model.named_parameters(), *all_buffers(task.model))
-    without = [n for n, p in tensors if p.is_meta or isinstance(p, FakeTensor)]
+    without = without_values(task.model)
     if without:
         return Verification(False, f"{without[0]} has no values")
     sizes, cost = choose_sizes(task, limit_s)

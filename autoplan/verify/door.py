@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from autoplan.capture.frontend.cache import capture_key
 from autoplan.errors import CaptureError, PinError
 from autoplan.files import cache_folder, code_hash, keep_cached, read_cached
+from autoplan.ir.graph import ModelGraph
 from autoplan.verify.check import Verification, verify_whole
 from autoplan.verify.cost import LIMIT_S
+from autoplan.verify.evaluation import verified_evaluation
 from autoplan.verify.runs import VerifyTask
 from autoplan.verify.shallow import verify_shallow
 
@@ -78,6 +81,27 @@ def verify_capture(task: VerifyTask, verify: bool | str = True, folder: Path | N
     if path is not None:
         keep_cached(path, json.dumps({"verified": text}))
     return text
+
+
+def verify_evaluation(
+    task: VerifyTask, capture: Callable[[], ModelGraph], verify: bool | str = True, folder: Path | None = None
+) -> ModelGraph:
+    """Return the graph of a task with the graph of its evaluation, where it needs one, compared with the module.
+
+    Args:
+        capture: returns the graph with that of the evaluation, or with the reason why there is none.
+        verify, folder: as for `verify_capture`. False: the graph as it is.
+    """
+    if verify is False:
+        return task.graph
+    path = _remembered(task, folder)
+    path = None if path is None else path.with_name(f"{path.stem}-evaluation.json")
+    if path is not None and read_cached(path) is not None:
+        return task.graph
+    graph = verified_evaluation(task, math.inf if verify == "required" else LIMIT_S, capture)
+    if path is not None and graph == task.graph:
+        keep_cached(path, json.dumps({"evaluation": "as captured"}))
+    return graph
 
 
 def _remembered(task: VerifyTask, folder: Path | None) -> Path | None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from autoplan.capture.evaluation import updated_by
 from autoplan.capture.frontend.alone import in_one_process
 from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
 from autoplan.capture.frontend.host import HOST
@@ -17,7 +18,6 @@ from autoplan.capture.frontend.inputs import LossFn, LossModule, uncompiled
 from autoplan.capture.passes.cast import main_dtype
 from autoplan.errors import AutoplanError, CaptureError
 from autoplan.ir.graph import ModelGraph
-from autoplan.ops.table import updated_buffers
 from autoplan.runtime.params import buffer_owner
 from autoplan.verify.one_device import OneDevice, bind_params, run_one_device
 from autoplan.verify.wide import WIDE, wide
@@ -169,19 +169,18 @@ def run_module(task: VerifyTask, tensors: WideTensors, batch: Mapping[str, torch
     return Ran(loss.detach(), gradients, {n: b.detach() for n, b in buffers.items()})
 
 
-def updated_by(graph: ModelGraph) -> frozenset[str]:
-    """Return the buffers that a graph updates, by their names in the model."""
-    blocks = {name: updated_buffers(block.nodes, block.buffers) for name, block in graph.blocks.items()}
-    return frozenset(call.buffers[x] for call in graph.calls for x in blocks[call.block])
-
-
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True for equal tensors; NaN is equal to NaN."""
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def run_graph(
-    task: VerifyTask, stage: nn.Module, compiled: OneDevice, tensors: WideTensors, batch: Mapping[str, torch.Tensor]
+    task: VerifyTask,
+    stage: nn.Module,
+    compiled: OneDevice,
+    tensors: WideTensors,
+    batch: Mapping[str, torch.Tensor],
+    backward: bool = True,
 ) -> Ran:
     """Return what the program of one device gives. Raises CaptureError if it fails where the module runs."""
     (spec,), updated = compiled.program.spec.stages, updated_by(task.graph)
@@ -190,7 +189,8 @@ def run_graph(
         bind_params(stage, compiled.program, tensors.parameters, buffers)
         with wide(task.shown):
             loss = run_one_device(stage, task.graph, {n: x.clone() for n, x in batch.items()}, WIDE)
-            torch.autograd.backward(loss)
+            if backward:
+                torch.autograd.backward(loss)
     except AutoplanError:
         raise
     except Exception as exc:

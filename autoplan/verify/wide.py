@@ -141,6 +141,11 @@ def _grouped_mm(
     return torch.cat([*parts, a.new_zeros(rest, b.shape[2])])
 
 
+def wide_batch(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a batch with its real numbers in float64."""
+    return {n: x.to(WIDE) if x.is_floating_point() else x for n, x in batch.items()}
+
+
 @contextmanager
 def wide(shown: torch.dtype) -> Iterator[None]:
     """Compute in float64 with dropout as a fixed factor and gradients on; random number generators are restored."""

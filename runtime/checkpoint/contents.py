@@ -3,6 +3,7 @@
 Tensors have one key each, whatever ranks hold parts of them:
 
     model/NAME               parameters and persistent buffers, by the model's names; a tied parameter once
+    buffers/NAME             buffers that forwards write to and that are not persistent
     optimizer/KEY/NAME       what the optimizer keeps for a parameter, e.g. optimizer/exp_avg/NAME
     random/DATA_RANK/KIND    states of random generators (torch, cuda, python, numpy) of a data-parallel rank
     states/NAME/I            tensors in the states of the caller's own objects
@@ -128,8 +129,8 @@ def content_of(training: Training, given: Given, rank: int) -> Content:
         elif name not in updated:
             tensors[f"model/{name}"] = value
     for b, held in state.buffers():
-        if b.updated and b.name in state.extra:
-            tensors[f"model/{b.name}"] = held
+        if b.updated:
+            tensors[f"{'model' if b.name in state.extra else 'buffers'}/{b.name}"] = held
     if training.optimizer is not None:
         facts["optimizer"] = _of_optimizer(training.optimizer, training.updated, mine, tensors)
     if training.scaler is not None:
@@ -302,7 +303,7 @@ def returned(
         model_only: True: parameters and buffers alone.
     """
     out = Return()
-    _ask_model(training.state, stored, facts, out)
+    _ask_model(training.state, stored, facts, out, model_only)
     if model_only:
         return out
     if training.optimizer is not None:
@@ -325,8 +326,10 @@ def returned(
     return out
 
 
-def _ask_model(state: ModelState, stored: Mapping[str, Any], facts: StateFacts, out: Return) -> None:
+def _ask_model(state: ModelState, stored: Mapping[str, Any], facts: StateFacts, out: Return, model_only: bool) -> None:
     _compare_names(state, stored, out)
+    if not model_only:
+        _compare_transient(state, stored, out)
     if out.problems:
         return
     for p, parameter in state.places():
@@ -337,10 +340,14 @@ def _ask_model(state: ModelState, stored: Mapping[str, Any], facts: StateFacts, 
     for name, target in loaded.items():
         _check_kind(f"model/{name}", target, stored, out)
         out.ask(f"model/{name}", target)
+    for name, value in state.transient.items():
+        if f"buffers/{name}" in stored:
+            loaded[name] = torch.empty_like(value, device="cpu")
+            out.ask(f"buffers/{name}", loaded[name])
 
     def buffers() -> None:
-        for name, value in loaded.items():
-            state.extra[name] = like(value, state.extra[name])
+        for name in loaded.keys() & state.extra.keys():
+            state.extra[name] = like(loaded[name], state.extra[name])
         for name, value in facts["extra"].items():
             state.extra[name] = decode(value, {})
         with torch.no_grad():
@@ -363,6 +370,18 @@ def _compare_names(state: ModelState, stored: Mapping[str, Any], out: Return) ->
         there = tuple(stored[f"model/{name}"]["shape"])
         if there != tuple(shapes[name]):
             out.problems.append(f"{name} has shape {there} there and {tuple(shapes[name])} in the model")
+
+
+def _compare_transient(state: ModelState, stored: Mapping[str, Any], out: Return) -> None:
+    have = {key.removeprefix("buffers/"): about for key, about in stored.items() if key.startswith("buffers/")}
+    if missing := state.transient.keys() - have:
+        out.problems.append(f"it lacks the changing buffers {stored_names(missing)}; {_INSTEAD}")
+    if more := have.keys() - state.transient.keys():
+        out.problems.append(f"the model does not change the buffers {stored_names(more)}; {_INSTEAD}")
+    for name in sorted(state.transient.keys() & have.keys()):
+        there, here = tuple(have[name]["shape"]), tuple(state.transient[name].shape)
+        if there != here:
+            out.problems.append(f"{name} has shape {there} there and {here} in the model")
 
 
 def _check_kind(key: str, target: torch.Tensor, stored: Mapping[str, Any], out: Return) -> None:

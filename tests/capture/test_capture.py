@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from small_stacks import Alternating, Looped, ScaledBlock, Stack, Tupled, TupleStack, UnusedNumber, square_loss
 from torch import nn
 
+from autoplan.capture.evaluation import updated_by
 from autoplan.capture.export import _capture, capture
 from autoplan.capture.frontend import cache
 from autoplan.capture.frontend.cache import cached, capture_key
@@ -24,7 +25,7 @@ from autoplan.ir.graph import ModelGraph, check
 from autoplan.ir.symbols import Expr
 from autoplan.ops.batch import batch_obstacle
 from autoplan.verify.check import verify_whole
-from autoplan.verify.runs import VerifyTask, updated_by
+from autoplan.verify.runs import VerifyTask
 
 
 def gpt_batch(batch: int = 3, seq: int = 16) -> dict[str, torch.Tensor]:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from autoplan.capture.evaluation import updated_by
 from autoplan.capture.export import capture
 from autoplan.errors import CaptureError
 from autoplan.verify.check import verify_whole
-from autoplan.verify.runs import VerifyTask, updated_by
+from autoplan.verify.runs import VerifyTask
 
 X = torch.randn(4, 8)
 

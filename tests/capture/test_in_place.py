@@ -8,9 +8,12 @@ import pytest
 import torch
 from small_stacks import ScaledBlock, Stack, square_loss
 from test_faithful import assert_stack_equal, run
+from torch import nn
 
 from autoplan.capture.export import capture
 from autoplan.errors import CaptureError
+from autoplan.verify.check import verify_whole
+from autoplan.verify.runs import VerifyTask
 
 
 class InPlace(ScaledBlock):
@@ -173,3 +176,15 @@ def test_an_in_place_op_keeps_the_dtype_of_what_it_changes() -> None:
     block = graph.blocks["layer"]
     made = [(n.op, block.values[n.outputs[0]].dtype) for n in block.nodes if n.op in ("mul", "to", "relu")]
     assert made == [("to", "float32"), ("mul", "float64"), ("to", "float32"), ("to", "float64"), ("relu", "float64")]
+
+
+def test_dropout_in_place_of_a_model_that_updates_buffers() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2, inplace=True), nn.Linear(8, 8)).double()
+    example = {"input": torch.randn(4, 8).double(), "y": torch.randn(4, 8).double()}
+
+    def loss(out: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (out - batch["y"]).square().mean()
+
+    graph = capture(model, example, loss)
+    assert [n.op for b in graph.blocks.values() for n in b.nodes].count("dropout") == 1
+    assert verify_whole(VerifyTask(model, graph, example, loss)).done

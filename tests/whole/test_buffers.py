@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import buffer_models
@@ -13,6 +14,7 @@ from harness import pool
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from autoplan.capture.evaluation import updated_by
 from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.codegen.program import Program, compile_program
@@ -25,7 +27,7 @@ from autoplan.program.workload import workload
 from autoplan.runtime.convert import CollectiveRecord
 from autoplan.runtime.spec import evaluate_terms
 from autoplan.verify.check import verify_whole
-from autoplan.verify.runs import VerifyTask, updated_by
+from autoplan.verify.runs import VerifyTask
 from experiments.shared.default_plans import make_plan, read_pins
 from experiments.shared.simulated import SimulatedStep, run_simulated
 
@@ -74,6 +76,11 @@ def test_three_steps_equal_one_process(name: str, pins: str) -> None:
 def test_every_model_under_every_plan(name: str, pins: str) -> None:
     if (name, pins) not in QUICK:
         _check(name, pins)
+
+
+@pytest.mark.parametrize(("pins", "then"), [({"pp": 2}, {"dp": 2}), ({"dp": 2}, {"pp": 2})], ids=str)
+def test_what_is_not_persistent_comes_back(pins: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
+    pool(2).run(buffer_models.resumed, str(tmp_path), pins, then, timeout_s=180)
 
 
 @pytest.mark.slow
@@ -288,5 +295,5 @@ def test_types_of_a_split_program_are_checked() -> None:
 
 def test_a_recompute_reads_the_old_value_and_updates_nothing() -> None:
     _, program = _compiled(capture(made("averaged"), batch(4), loss), {"dp": 2})
-    text = program.sources["stage0.py"]
+    text, _, _ = program.sources["stage0.py"].partition("def evaluate")
     assert "held = ('average',)" in text and "average: Tensor" in text and "self.average" not in text

@@ -430,7 +430,7 @@ def test_a_module_that_cannot_be_copied_says_what_to_do() -> None:
     given = GivenModule(model)
     assert "Linear cannot be copied (TypeError: cannot pickle 'generator' object)" in given.reason
     with pytest.raises(RuntimeError, match=r"load pm\.state_dict"):
-        given.filled(model.state_dict())
+        given.filled(model.state_dict(), {})
 
 
 class Rotary(torch.nn.Module):
@@ -449,7 +449,7 @@ def test_the_trained_module_is_on_the_host() -> None:
         on_gpu, on_meta = Rotary("cuda"), Rotary("meta")
         values = dict(Rotary("cuda").named_buffers())
         for given in (GivenModule(on_gpu), GivenModule(on_meta, values)):
-            back = given.filled({"weight": torch.ones(2), "kept": torch.ones(2)})
+            back = given.filled({"weight": torch.ones(2), "kept": torch.ones(2)}, {})
             tensors = {**dict(back.named_parameters()), **dict(back.named_buffers())}
             assert {name: t.device.type for name, t in tensors.items()} == dict.fromkeys(tensors, "cpu")
             assert len(tensors) == 3 and back.original_inv_freq is back.inv_freq

@@ -288,6 +288,7 @@ def without_mutation(program: torch.export.ExportedProgram) -> torch.export.Expo
     """
     for graph in [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]:
         _detach_regions(graph)
+        _drop_out_of_place(graph)
     # composite ops are kept whole, so those that write are to be decomposed here
     composite = {op: op.decompose for op in _mutable(program) if op._can_decompose()}
     with warnings.catch_warnings():
@@ -318,6 +319,19 @@ def _detach_regions(graph: fx.Graph) -> None:
                 cut = graph.call_function(torch.ops.aten.detach.default, (element,))
             cut.meta = dict(element.meta)
             element.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
+
+
+def _drop_out_of_place(graph: fx.Graph) -> None:
+    """Write dropout in place as one that makes a tensor, and a copy: else PyTorch takes it apart, down to its draw."""
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.dropout_.default:
+            continue
+        with graph.inserting_before(node):
+            made = graph.call_function(torch.ops.aten.dropout.default, node.args)
+            copied = graph.call_function(torch.ops.aten.copy_.default, (node.args[0], made))
+        made.meta, copied.meta = dict(node.meta), dict(node.meta)
+        node.replace_all_uses_with(copied)
+        graph.erase_node(node)
 
 
 def _same(a: Any, b: Any) -> bool:

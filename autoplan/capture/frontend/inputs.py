@@ -157,6 +157,7 @@ class LossModule(nn.Module):
         held: the model's own tensors, for code that holds some of them; None: those that it has now.
         counters: they learn which numbers a forward changes.
         any_length: False: a capture is that of the lengths of its example.
+        changing: buffers that another capture of the model changes.
 
     Attributes:
         within: makes the context that the forward runs in.
@@ -173,10 +174,11 @@ class LossModule(nn.Module):
         held: HeldParameters | None = None,
         counters: Counters | None = None,
         any_length: bool = True,
+        changing: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.model = model
-        self.any_length = any_length
+        self.any_length, self.changing = any_length, changing
         # as a method, since a module would be a part of this one, and its tensors the model's
         self._names, self._loss_fn = names, loss_fn.__call__ if isinstance(loss_fn, nn.Module) else loss_fn
         self._held = held or HeldParameters(model)

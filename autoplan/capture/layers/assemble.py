@@ -283,7 +283,7 @@ class _Builder:
         )
 
     def _refuse_shared_updates(self, buffers: Mapping[str, Parameter]) -> None:
-        """Raise CaptureError for a buffer that is written to in two places: each would have a copy of its own."""
+        """Raise CaptureError for a buffer that is changed and has two places: each would have a copy of its own."""
         for name in sorted(call.buffers[x] for call in self.calls for x in self._written(call)):
             places = [call.name for call in self.calls for full in call.buffers.values() if full == name]
             if len(places) > 1 or buffers[name].aliases:
@@ -294,9 +294,10 @@ class _Builder:
                 )
 
     def _written(self, call: Call) -> frozenset[str]:
-        """Return the buffers that a call writes to, by their names in its block."""
+        """Return the buffers of a call that change between forwards, by their names in its block."""
         block = self.blocks[call.block]
-        return updated_buffers(block.nodes, block.buffers)
+        elsewhere = {name for name, full in call.buffers.items() if full in self.trace.changing}
+        return updated_buffers(block.nodes, block.buffers) | elsewhere
 
     def _untrained(self, params: Mapping[str, Parameter]) -> list[str]:
         """Return the trainable parameters that get no gradient, as they do not influence the loss.

@@ -26,7 +26,7 @@ class Task:
         exact: True if it computes in float64 throughout, when its parameters are of it.
         coupled: True if the samples of a micro-batch depend on each other: one process runs each whole micro-batch.
         by_samples: True if the loss is a mean over samples, of which all ranks must have as many.
-        evaluates: False if an evaluation is another computation than a training step.
+        evaluates: False if an evaluation depends on the micro-batches that its batch is cut into.
     """
 
     make: Callable[[], nn.Module]
@@ -437,7 +437,6 @@ def residual(**options: Any) -> Task:
         _classes,
         coupled=batch_norm,
         by_samples=batch_norm,
-        evaluates=not batch_norm,
     )
 
 
