@@ -204,8 +204,8 @@ class ParallelConfig:
     # the number of layers of each stage (chunk) that are recomputed in full
     recompute: str | Mapping[str, str] | tuple[int, ...] = choice(
         "none",
-        "none (the default), selective, full, offload, groups of regions (attention+norms), recomputed layers "
-        "per stage (3,0,0,0), or a choice per layer, counted from 0: 0-3=full,4-31=mlp.",
+        "none (the default), selective, full, products, offload, groups of regions (attention+norms), recomputed "
+        "layers per stage (3,0,0,0), or a choice per layer, counted from 0: 0-3=full,4-31=mlp.",
         written=Written.WORD,
         left_out=True,
         obstacle=_recompute,

@@ -15,6 +15,7 @@ from autoplan.config.numbers import read_list
 from autoplan.errors import PinError
 
 NONE, SELECTIVE, FULL, OFFLOAD, REGIONS, MODULES_KIND = "none", "selective", "full", "offload", "regions", "modules"
+BY_OPERATION = "products"
 # Groups of regions that a block can recompute separately, in the order of their names in a plan (`attention+norms`).
 GROUPS = ("attention", "mlp", "norms")
 # Modules that Megatron recomputes (--recompute-modules), as a choice `modules:core_attn,mlp`. Priced, not executed.
@@ -103,6 +104,14 @@ _RECORDS = (
         searched=Searched.OFFLOADING,
     ),
     RecomputeKind(
+        BY_OPERATION,
+        "results of attention and of every second product are kept, and the rest is recomputed (torchtitan's selective "
+        "checkpointing by operation)",
+        recomputes=True,
+        executed=False,
+        modes=("eager", "compiled"),
+    ),
+    RecomputeKind(
         REGIONS,
         "groups of regions are recomputed and their results are not kept",
         GROUPS,
@@ -175,6 +184,8 @@ def region_groups(how: str) -> tuple[str, ...]:
     """Return the groups that a recompute choice names: two for `attention+norms`, attention for `selective`."""
     if how == SELECTIVE:
         return ("attention",)
+    if how == BY_OPERATION:
+        return (BY_OPERATION,)
     if how.startswith(_MODULES_PREFIX):
         return ()
     return tuple(g for g in GROUPS if g in how.split("+"))

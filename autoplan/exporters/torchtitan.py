@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoplan.config.parallel import Dispatcher, Launch, Mode
-from autoplan.config.recompute import FULL, NONE, SELECTIVE, every_nth, layers_on_ranks
+from autoplan.config.recompute import BY_OPERATION, FULL, NONE, every_nth, layers_on_ranks
 from autoplan.errors import PinError
 from autoplan.exporters.launching import srun
 from autoplan.exporters.record import (
@@ -280,7 +280,7 @@ def _read_split_experts(document: Document, found: Values) -> Values:
     return {**out, "etp": etp} if out["ep"] > 1 else out
 
 
-_MODES = {NONE: "none", SELECTIVE: "selective", FULL: "full"}
+_MODES = {NONE: "none", BY_OPERATION: "selective", FULL: "full"}
 
 
 def _layers_on_ranks(c: Mapping[str, Any], layers: int) -> list[list[int]] | None:
@@ -301,12 +301,12 @@ def _write_toml_recompute(setup: Setup) -> Values:
         return {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": str(number)}
     kind = setup.any_recompute if setup.any_recompute in _MODES else FULL
     out: dict[str, Any] = {"activation_checkpoint.mode": _MODES[kind]}
-    return out | ({"activation_checkpoint.selective_ac_option": "op"} if kind == SELECTIVE else {})
+    return out | ({"activation_checkpoint.selective_ac_option": "op"} if kind == BY_OPERATION else {})
 
 
 def _read_toml_recompute(document: Document, found: Values) -> Values:
     """Selective is by operation, or every Nth layer that a rank builds in full (_apply_layer_sac)."""
-    known = {**{word: kind for kind, word in _MODES.items()}, "memory_budget": SELECTIVE}
+    known = {**{word: kind for kind, word in _MODES.items()}, "memory_budget": BY_OPERATION}
     kind = document.word("activation_checkpoint.mode", known)
     option = str(document.get("activation_checkpoint.selective_ac_option"))
     if document.get("activation_checkpoint.mode") != "selective" or option == "op":
@@ -334,14 +334,14 @@ def _read_backend(document: Document, found: Values) -> Values:
 
 def _write_python_recompute(setup: Setup) -> Values:
     kind = setup.any_recompute if setup.any_recompute in _MODES else FULL
-    classes = {NONE: None, SELECTIVE: Name("SelectiveAC.Config()"), FULL: Name("FullAC.Config()")}
+    classes = {NONE: None, BY_OPERATION: Name("SelectiveAC.Config()"), FULL: Name("FullAC.Config()")}
     return {"activation_checkpoint": classes[kind]}
 
 
 def _read_python_recompute(document: Document, found: Values) -> Values:
     if not document.has("activation_checkpoint"):
-        return {"recompute": SELECTIVE}  # what the shipped configurations have
-    known = {"SelectiveAC.Config": SELECTIVE, "FullAC.Config": FULL, "MemoryBudgetAC.Config": SELECTIVE}
+        return {"recompute": BY_OPERATION}  # what the shipped configurations have
+    known = {"SelectiveAC.Config": BY_OPERATION, "FullAC.Config": FULL, "MemoryBudgetAC.Config": BY_OPERATION}
     value = document.get("activation_checkpoint")
     return {"recompute": NONE if value is None else document.word("activation_checkpoint", known)}
 
@@ -579,7 +579,7 @@ TORCHTITAN = Target(
         "schedule": "torchtitan has the classes of torch.distributed.pipelining, with two or more stages per rank",
         "ep": "experts are spread over ranks since 25.10 (release 0.2.0)",
         "etp": "experts take ranks of tp: whole experts with ep, split ones without",
-        "recompute": "one kind for all layers: none, selective or full; in TOML also every Nth layer of a rank",
+        "recompute": "one kind for all layers: none, products or full; in TOML also every Nth layer of a rank",
         "launch": "one CUDA graph of forward and backward, without pipelines and experts over ranks, since 26.08",
         "offload": "fully_shard offloads parameters, gradients and optimizer together",
         "attention": "a setting of the model (attn_backend)",

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import gcd, prod
 
-from autoplan.config.recompute import FULL, NONE, OFFLOAD, SELECTIVE, modules_choice
+from autoplan.config.recompute import BY_OPERATION, FULL, NONE, OFFLOAD, SELECTIVE, modules_choice
 from autoplan.errors import LayoutError
 from autoplan.ir.dataflow import last_uses
 from autoplan.ir.graph import Value
@@ -41,6 +41,7 @@ from autoplan.ops.strides import Ints, broadcast, contiguous, elementwise, resha
 from autoplan.ops.table import op_kind, op_record, saved_rule
 from autoplan.program import compiled_kernels, megatron_kernels
 from autoplan.program.activation_bytes import Activations, ends_of
+from autoplan.program.by_operation import by_operation
 from autoplan.program.gradients import GradientStep, MadeGradient, backward_peak, spent_bytes, without_parameters
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import DISCARDING, modules
@@ -76,8 +77,7 @@ def activations(
 
     The transient is an estimate from a walk over the statements: forward with the variables that the text holds, and in
     reverse with the gradients that flow. The walk assumes that an op makes all its gradients at once, and that the
-    gradient of a parameter is new beside the one it is added to (true from the second micro-batch on). Workspace of
-    kernels comes from `autoplan.ops.saved`.
+    gradient of a parameter is new beside the one it is added to (true from the second micro-batch on).
 
     Raises:
         RuleError: an op without a line in `autoplan.ops.saved`.
@@ -468,6 +468,8 @@ class _Walk:
         core, found = sorted(flow.attention_core()), regions(flow, low.outputs)
         there = modules(flow, low.outputs) if asked else {}
         kept = self._choices(found, there, given, counted)
+        again = by_operation(low.statements, self.steps, self.tensors)
+        kept |= {} if self.kernels.megatron else {BY_OPERATION: {*given, *with_grad, *(again.kept & counted)}}
         chosen = {how: self._bytes(which) for how, which in kept.items()}
         kept |= {NONE: saved, SELECTIVE: self._without_core(core, given, counted), FULL: {*given, *with_grad}}
         saved_bytes, kept_bytes = self._bytes(saved), self._bytes(kept[FULL])
@@ -488,7 +490,7 @@ class _Walk:
                 for s, value in outs
             ),
             num_rerun=self.num_rerun,
-            group_ops=statements_by_group(found),
+            group_ops={**statements_by_group(found), BY_OPERATION: again.rerun},
             choice_bytes=chosen,
             ends=ends_of(kept, inputs, [s for s, _ in outs], self.storages),
             modules={name: there[name] for name in asked if name in there},
@@ -509,9 +511,8 @@ class _Walk:
 
     def _spent(self, counted: set[int]) -> int:
         made = logits(self.lowered.statements)
-        heads = [
-            k and not made.isdisjoint(s.writes) for k, s in zip(self._are(OpKind.PRODUCT), self.steps, strict=True)
-        ]
+        products = zip(self._are(OpKind.PRODUCT), self.steps, strict=True)
+        heads = [is_product and not made.isdisjoint(step.writes) for is_product, step in products]
         return spent_bytes(self.steps, self._are(OpKind.LOSS), heads, self.storages, counted)
 
     def _storage(self, var: str) -> int:

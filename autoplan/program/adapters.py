@@ -98,7 +98,7 @@ def _targets(model: str, adapters: Adapters, linears: Sequence[_Linear]) -> tupl
         if missing:
             raise PinError(
                 f"adapters {adapters}: no linear layer of {model} is named {' or '.join(missing)}; there are "
-                f"{', '.join(there) or 'none'}"
+                f"{', '.join(there) or 'none'}; {ALL_LINEAR} is all but the head"
             )
     else:
         wanted = next((names for names in USUAL_TARGETS if set(names) <= set(there)), ())

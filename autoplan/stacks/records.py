@@ -44,6 +44,7 @@ class Framework(StrEnum):
     AUTOMODEL = "NeMo Automodel"
     INTERNEVO = "InternEvo"
     TORCHTITAN = "torchtitan"
+    TRANSFORMERS = "Hugging Face Trainer"
     OTHER = "other"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from autoplan.config.parallel import Launch, Mode, ParallelConfig, Reruns
 from autoplan.config.precision import Precision
 from autoplan.config.recompute import (
+    BY_OPERATION,
     FULL,
     MODULES_KIND,
     NONE,
@@ -193,13 +194,21 @@ class BlockCost:
         return _ADDED[recompute_kind(how).name](self, how)
 
 
+_SENT_AGAIN = ("all_gather", "all_reduce")  # of a forward: by operation, other collectives are kept
+
+
+def _of_groups(b: BlockCost, how: str) -> Quantity:
+    return total([b.groups[g] for g in region_groups(how) if g in b.groups])
+
+
 # Seconds that each kind of recompute adds to the backward of a block.
 _ADDED: Mapping[str, Callable[[BlockCost, str], Quantity]] = {
     NONE: lambda b, how: ZERO,
     SELECTIVE: lambda b, how: b.selective,
     FULL: lambda b, how: b.recompute_s,
     OFFLOAD: lambda b, how: b.offload,
-    REGIONS: lambda b, how: total([b.groups[g] for g in region_groups(how) if g in b.groups]),
+    BY_OPERATION: lambda b, how: _of_groups(b, how),
+    REGIONS: lambda b, how: _of_groups(b, how),
     MODULES_KIND: lambda b, how: b.modules,
 }
 
@@ -294,7 +303,7 @@ class BlockPricer:
             hidden_recompute=zero.hidden_recompute,
             gather=zero.gather_once,
             reduce=zero.reduce_once + self.states.all_reduces(block),
-            groups={group: repeated(group, seconds) for group, seconds in self._groups(times, comm).items()},
+            groups={group: repeated(group, seconds) for group, seconds in self._groups(block, times, comm).items()},
             modules=self._modules(block, times, host),
             offload=self._offload(block, times, sent),
             moved=self.states.moved(block),
@@ -475,11 +484,16 @@ class BlockPricer:
             return Group(2, stride)
         return Group(2, apart if level is self.costs.cluster.levels[-1] else below)
 
-    @staticmethod
-    def _groups(times: OpTimes, comm: Mapping[tuple[str, str], Quantity]) -> dict[str, Quantity]:
-        """Return the seconds of recomputing each group; attention over a sharded sequence includes its gathers."""
-        gathers = {"attention": comm.get(("cp", "forward"), ZERO)}
-        return {group: seconds + gathers.get(group, ZERO) for group, seconds in times.groups.items()}
+    def _groups(
+        self, block: BlockWork, times: OpTimes, comm: Mapping[tuple[str, str], Quantity]
+    ) -> dict[str, Quantity]:
+        """Return the seconds of recomputing each group; attention over a sharded sequence includes its gathers, and
+        recompute by operation gathers and sums what it does not keep."""
+        sent = {"attention": comm.get(("cp", "forward"), ZERO)}
+        if BY_OPERATION in kinds_in(self.config.recompute):
+            again = [c for c in block.comms if c.phase == "forward" and c.kind in _SENT_AGAIN and c.per != "step"]
+            sent[BY_OPERATION] = total(list(self._comm(block, times, again)[0].values()))
+        return {group: seconds + sent.get(group, ZERO) for group, seconds in times.groups.items()}
 
     def _modules(self, block: BlockWork, times: OpTimes, host: _HostSide) -> Quantity:
         """Return the seconds of recomputing modules: compute, collectives, and waiting for the host in the backward."""

@@ -78,8 +78,8 @@ RECOMPUTE_WORDS: tuple[tuple[str, str], ...] = (
     (r"^none|^(no|off|false|0|disabled)$|^off-?load", "none"),
     (r"^full|^(yes|on|true|1|all|uniform|block|enabled)$", "full"),
 )
-# torchtitan's selective recompute: every other layer, or every other product within layers, which costs about as much
-EVERY_OTHER = r"^selective \((op|every other layer|2)\)"
+EVERY_OTHER = r"^selective \((every other layer|2)\)"  # layers, of torchtitan
+SELECTIVE_BY_OPERATION = r"^selective \(op\)"  # torchtitan's selective recompute within layers
 CORE_ATTENTION = r"^selective( \(core_attn\))?$"  # the planner's selective recompute
 _MODULE = f"(?:{'|'.join(MODULES)})"  # of Megatron's --recompute-modules
 MODULES_RECOMPUTED = rf"^selective \(({_MODULE}(?:, ?{_MODULE})*)\)$"

@@ -46,6 +46,7 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"torchtitan", Framework.TORCHTITAN),
     (r"InternEvo", Framework.INTERNEVO),
     (r"bigscience|OpenLLM-France", Framework.BIGSCIENCE),
+    (r"Hugging Face (Trainer|transformers)", Framework.TRANSFORMERS),
     (r"DeepSpeed", Framework.MEGATRON_DEEPSPEED),
     (r"Megatron-Bridge (skills|examples)/", Framework.BRIDGE_LIBRARY),
     (r"Automodel", Framework.AUTOMODEL),
@@ -285,6 +286,9 @@ _SOURCES: tuple[tuple[str, float], ...] = (
     (r"2402\.15627", 2023.6),
     (r"InternEvo|performance_long_sequence|TinyLlama|torchtitan@3faaa1a", 2024.2),
     (r"Megatron-LM README", 2024.4),
+    (r"QwenLM/Qwen", 2023.9),
+    (r"fms-fsdp|Modalities/modalities|gist\.github\.com/chenyaofo", 2024.4),
+    (r"KempnerForge", 2026.2),
     (r"SimuMax|Megatron-Bridge|Primus|MoE-ModelZoo|Automodel|functional_tests|torchtitan|maxtext|gpu-recipes", 2025.7),
 )
 _DEVICES: tuple[tuple[str, float], ...] = (

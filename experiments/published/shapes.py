@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.config.adapters import ALL_LINEAR
 from autoplan.config.adapters import Adapters as Adapters
 from autoplan.errors import AutoplanError
 from experiments.published import defaults as tables
@@ -402,9 +403,17 @@ def _vocabs(row: Row, era: float) -> list[int]:
 
 
 def _adapters(row: Row) -> Adapters | None:
-    if not re.search(r"\bLoRA\b", f"{row['flags']} {row['model']} {row['notes']}", re.IGNORECASE):
+    """Return the adapters that a row trains, with the rank and layers of its words (`LoRA rank 16 of all projections`),
+    else those of its framework."""
+    said = f"{row['flags']} {row['model']} {row['notes']}"
+    if not re.search(r"\bLoRA\b", said, re.IGNORECASE):
         return None
-    return Adapters(*tables.ADAPTERS.get(row.framework, tables.USUAL_ADAPTERS))
+    rank, layers = tables.ADAPTERS.get(row.framework, tables.USUAL_ADAPTERS)
+    if (stated := re.search(r"\bLoRA rank (\d+)", said)) is not None:
+        rank = int(stated.group(1))
+    if re.search(r"\bLoRA[^;]* all projections", said):
+        layers = (ALL_LINEAR,)
+    return Adapters(rank, layers)
 
 
 def _kinds(shape: Shape) -> list[Kind]:

@@ -131,6 +131,8 @@ def recompute_of(row: Row, usual: tuple[str, ...]) -> tuple[str, ...]:
     if re.search(tables.CORE_ATTENTION, text):  # of modules that flags name, else of Megatron's only default
         named = re.search(tables.MODULES_IN_FLAGS, row["flags"])
         return (modules_choice(named[1].split()),) if named is not None else ("selective",)
+    if re.search(tables.SELECTIVE_BY_OPERATION, text):
+        return ("products",)
     if re.search(tables.EVERY_OTHER, text):
         return (HALF, "selective", "full")
     if (named := re.search(tables.MODULES_RECOMPUTED, text)) is not None:

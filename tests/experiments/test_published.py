@@ -15,6 +15,7 @@ from autoplan.config.parallel import Attention, Dispatcher, Mode
 from autoplan.errors import AutoplanError
 from autoplan.ir.graph import ModelGraph
 from autoplan.search.estimate import estimate_config
+from autoplan.stacks.records import Framework
 from experiments.published import validate as tool
 from experiments.published.reading import Formula
 from experiments.published.rows import (
@@ -185,6 +186,8 @@ def test_adapters_are_all_that_is_trained() -> None:
     assert c.task.shape.adapters == Adapters(16, ("q_proj", "k_proj", "v_proj"))
     assert c.task.settings[0].config.zero_stage == 0  # nothing to shard
     assert case_of(notes="LoRA", source="x").task.shape.adapters == Adapters(8, ("q_proj", "v_proj"))
+    named = case_of(flags="Hugging Face Trainer; LoRA rank 64 of all projections", source="x")
+    assert named.task.shape.adapters == Adapters(64, ("all-linear",)) and named.framework is Framework.TRANSFORMERS
     assert case_of().task.shape.adapters is None
 
 

@@ -164,7 +164,8 @@ def test_recompute_of_other_tools() -> None:
     )
     assert "vpp" not in case_of(schedule="interleaved (VP=2)", vpp="", pp="2", dp="8").assumed
     assert "vpp" in case_of(schedule="interleaved", vpp="", pp="2", dp="8").assumed
-    assert recompute_of(row(recompute="selective (op)"), ())[0] == HALF
+    assert recompute_of(row(recompute="selective (op)"), ()) == ("products",)
+    assert recompute_of(row(recompute="selective (2)"), ())[0] == HALF
     assert recompute_of(row(recompute="selective (mlp)"), ()) == ("modules:mlp",)
     assert recompute_of(row(recompute="selective (ffn)"), ()) == ("selective", "none", "full")
 

@@ -221,7 +221,7 @@ def test_where_adapters_stand(kind: str, text: str, modules: set[str]) -> None:
         ("lora:0", "write lora:16"),
         ("dora:16", "write lora:16"),
         ("lora:16:all-linear,q_proj", "leave out the others"),
-        ("lora:16:q_proj,wq", "no linear layer of .* is named wq; there are q_proj, k_proj"),
+        ("lora:16:q_proj,wq", "is named wq; there are q_proj, k_proj.*; all-linear is all but the head"),
     ],
 )
 def test_adapters_that_are_wrong(text: str, message: str) -> None:
