@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.nn import functional
 
@@ -25,6 +27,8 @@ def attention(
     mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     window: int | None = None,
+    ahead: int | None = None,
+    chunk: int | None = None,
     documents: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
@@ -44,7 +48,10 @@ def attention(
         scale: factor of the scores; None is ``1 / sqrt(d)``.
         mask: bool (True takes part) or additive, broadcastable to [b, h, s, t]; applied besides ``causal``.
         dropout_p: must be 0.
-        window: query i sees keys ``i - window + 1..i``; needs ``causal``, s == t and no mask.
+        window: query i sees keys ``i - window + 1..i``; needs ``causal`` or ``ahead``, s == t and no mask.
+        ahead: query i sees keys up to ``i + ahead``; needs ``window``, and not ``causal``.
+        chunk: a query sees keys of its own chunk of so many tokens, the first of which begins with the sequence; needs
+            what a window needs, and none. With ``documents`` these are the chunks, and none is longer.
         documents: [b, s] integers, the document of every token: a token sees tokens of its own document. -1 - i: a
             token that nobody sees, but that sees document i. Every token must see one. Needs s == t and no mask.
         sinks: [h], a score per head that takes part in the softmax of every query and has no value
@@ -62,26 +69,27 @@ def attention(
             softcap with an argument that they exclude, or both ring and gather.
     """
     _check_heads(q, k, v, dropout_p)
-    _check_window(q, k, window, causal, mask)
+    how = Pattern(causal, scale, window, ahead, chunk, softcap)
+    _check_pattern(q, k, how, mask)
     _check_documents(q, documents, mask)
     _check_in_parts(q, k, sinks, softcap, causal, mask)
     cut = _cut_axes(q, k, mask, gather, ring, ulysses)
-    how: Pattern = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
+    how = how.within(q.shape[2] * math.prod(current_mesh().size(axis) for axis in cut), documents is not None)
     if ulysses is not None and ulysses in cut:
         given = (to_heads(x, ulysses) for x in (q, k, v))
         ids = None if documents is None else gathered_documents(documents, ulysses)
         own = None if sinks is None else heads_here(sinks, ulysses)
-        out = attention(*given, **how, documents=ids, sinks=own, gather=gather, ring=ring)
+        out = attention(*given, **how._asdict(), documents=ids, sinks=own, gather=gather, ring=ring)
         return to_sequence(out, ulysses)
     if ring in cut:
-        return ring_attention(q, k, v, **how, axis=ring, documents=documents, sinks=sinks)
+        return ring_attention(q, k, v, how, axis=ring, documents=documents, sinks=sinks)
     if gather in cut:
-        return gathered_attention(q, k, v, **how, axis=gather, documents=documents, sinks=sinks)
-    if sinks is not None or softcap is not None:
+        return gathered_attention(q, k, v, how, axis=gather, documents=documents, sinks=sinks)
+    if sinks is not None or how.in_parts:
         both = None if documents is None else (documents, documents)
-        return attention_in_parts(q, k, v, **how, sinks=sinks, documents=both)
-    if window is not None and window < q.shape[2]:
-        return _windowed(q, k, v, window, scale, documents)
+        return attention_in_parts(q, k, v, how, sinks=sinks, documents=both)
+    if how.window is not None:
+        return _windowed(q, k, v, how.window, scale, documents)
     if documents is not None:
         mask = same_document(documents, documents)[:, None]
     if causal and mask is not None:  # SDPA takes one or the other
@@ -107,14 +115,25 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: f
         )
 
 
-def _check_window(
-    q: torch.Tensor, k: torch.Tensor, window: int | None, causal: bool, mask: torch.Tensor | None
-) -> None:
-    if window is not None and (window < 1 or not causal or mask is not None or q.shape[2] != k.shape[2]):
+def _check_pattern(q: torch.Tensor, k: torch.Tensor, how: Pattern, mask: torch.Tensor | None) -> None:
+    if how.chunk is not None and (how.window is not None or how.ahead is not None):
+        raise ValueError(f"attention: chunk={how.chunk} with window={how.window}, ahead={how.ahead}; give one of them")
+    if how.ahead is not None and (how.causal or how.window is None or how.ahead < 0):
         raise ValueError(
-            f"attention: window={window} must be at least 1, and needs causal attention without a mask, with as many "
-            f"keys as queries, not {k.shape[2]} for {q.shape[2]}"
+            f"attention: ahead={how.ahead} must not be negative, and needs a window and causal=False, not "
+            f"window={how.window} and causal={how.causal}"
         )
+    name, size = ("chunk", how.chunk) if how.window is None else ("window", how.window)
+    one_sided = how.ahead is None
+    if size is not None and (size < 1 or (one_sided and not how.causal) or mask is not None or not _is_square(q, k)):
+        raise ValueError(
+            f"attention: {name}={size} must be at least 1, and needs {'causal ' if one_sided else ''}attention without "
+            f"a mask, with as many keys as queries, not {k.shape[2]} for {q.shape[2]}"
+        )
+
+
+def _is_square(q: torch.Tensor, k: torch.Tensor) -> bool:
+    return q.shape[2] == k.shape[2]
 
 
 def _check_documents(q: torch.Tensor, documents: torch.Tensor | None, mask: torch.Tensor | None) -> None:
