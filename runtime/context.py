@@ -50,6 +50,12 @@ def context_part(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     return _part(x.chunk(2 * ranks, dim), index, dim)
 
 
+def context_positions(length: int, axis: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the places of this rank's ``length`` tokens in the whole sequence."""
+    whole = torch.arange(length * current_mesh().size(axis), dtype=dtype, device=device)
+    return context_part(whole, axis, 0)
+
+
 def _part(chunks: Sequence[torch.Tensor], index: int, dim: int) -> torch.Tensor:
     return torch.cat((chunks[index], chunks[-1 - index]), dim)
 

@@ -174,13 +174,13 @@ def make_sinks(seed: int = 0, **extra: Any) -> nn.Module:
 
 
 def make_chunked(seed: int = 0, **extra: Any) -> nn.Module:
-    """A small Llama 4 without experts and positions, whose layers see chunks of 5 tokens or all."""
+    """A small Llama 4 without experts and rotations, whose layers see chunks of 5 tokens or all, with temperatures."""
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
     torch.manual_seed(seed)
     kinds = ["chunked_attention", "full_attention"] * 2
     sizes = {**DENSE, "intermediate_size_mlp": 48, "head_dim": 8, "moe_layers": [], "num_local_experts": 2}
-    sizes |= {"no_rope_layers": [0] * 4, "attn_temperature_tuning": False, "use_qk_norm": False}
+    sizes |= {"no_rope_layers": [0] * 4, "attn_temperature_tuning": True, "floor_scale": 3, "use_qk_norm": False}
     chunks = {"attention_chunk_size": 5, "layer_types": kinds, "use_cache": False}
     model: nn.Module = Llama4ForCausalLM(Llama4TextConfig(**sizes | chunks | {"initializer_range": 0.2} | extra))
     return model

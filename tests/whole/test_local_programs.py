@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from parity import Case, assert_trains_as_one_device, compiled, graph_of, spread_out
 
+from autoplan.catalog import load_model
+from autoplan.ops.batch import context_obstacle
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 
@@ -50,3 +52,9 @@ def test_every_layer_is_one_op(family: str, want: set[tuple[bool, int | None, in
     assert found == want and all(len(n.inputs) == 3 for n in nodes)
     text = compiled(Case(family, cp=2, context_method="ring")).sources["stage0.py"]
     assert text.count("ring='cp'") == len(nodes) and ("chunk=5" in text or "window=3, ahead=2" in text)
+    assert text.count("context_positions(s, 'cp', ") == (family == "chunks") * len(nodes)  # of the temperatures
+
+
+def test_llama_4_can_be_cut_along_the_sequence() -> None:
+    """With its rotations, which are complex, and the temperatures of layers without."""
+    assert context_obstacle(load_model("llama-4-scout")) is None
