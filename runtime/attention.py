@@ -13,6 +13,7 @@ from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.parts import Pattern, same_document
 from autoplan.runtime.ring import ring_attention
 from autoplan.runtime.sdpa import choose_for, flash, sdpa
+from autoplan.torch_kernels import window_blocks
 
 CUTS = ("gather", "ring", "ulysses")  # arguments of `attention`: the axis over which the sequence is cut
 
@@ -89,7 +90,7 @@ def attention(
         both = None if documents is None else (documents, documents)
         return attention_in_parts(q, k, v, how, sinks=sinks, documents=both)
     if how.window is not None:
-        return _windowed(q, k, v, how.window, scale, documents)
+        return _windowed(q, k, v, how, how.window, documents)
     if documents is not None:
         mask = same_document(documents, documents)[:, None]
     if causal and mask is not None:  # SDPA takes one or the other
@@ -194,38 +195,36 @@ def _causal(mask: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor
 
 
 def _windowed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    window: int,
-    scale: float | None,
-    documents: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Pattern, window: int, documents: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attention with a causal window: by flash if it applies, else in blocks of `window` queries.
+    """Attention with a window: by flash if it applies, else in blocks of as many queries as the window is long.
 
-    A block of queries sees its own block of keys and the one before it, so the arithmetic grows with s * window instead
-    of s^2. Blocks become a part of the batch dim.
+    A block of queries sees its own block of keys and those near it, so the arithmetic grows with s * window instead of
+    s^2. Blocks become a part of the batch dim.
     """
     if choose_for(q, k, v, masked=documents is not None, causal="end", window=True) == "flash":
-        return flash(q, k, v, scale=scale, window=window)
+        return flash(q, k, v, scale=how.scale, window=window, ahead=how.ahead)
     b, heads, s, _ = q.shape
-    num_blocks = -(-s // window)
-    after = num_blocks * window - s  # causal: no query sees the padding after the last one
+    size, before, behind = window_blocks(window, how.ahead, s)
+    num_blocks = -(-s // size)
+    after = num_blocks * size - s
 
-    def blocks(x: torch.Tensor, before: int) -> torch.Tensor:
-        padded = functional.pad(x, (0, 0, before, after))
-        return padded.unfold(2, window + before, window).permute(0, 2, 1, 4, 3).flatten(0, 1)
+    def blocks(x: torch.Tensor, before: int, behind: int) -> torch.Tensor:
+        padded = functional.pad(x, (0, 0, before, after + behind))
+        return padded.unfold(2, before + size + behind, size).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
-    query = torch.arange(window, device=q.device)[:, None]
-    distance = query + window - torch.arange(2 * window, device=q.device)[None]
-    near = (distance >= 0) & (distance < window)
-    first = near & (torch.arange(2 * window, device=q.device) >= window)  # no keys before the first block
-    seen = torch.cat((first[None], near.expand(num_blocks - 1, -1, -1))).repeat(b, 1, 1)[:, None]
+    query = torch.arange(num_blocks * size, device=q.device).view(num_blocks, size, 1)
+    key = query[:, :1] - before + torch.arange(before + size + behind, device=q.device)
+    distance = query - key
+    near = (distance >= -(how.ahead or 0)) & (distance < window)
+    seen = near & (key >= 0) & ((key < s) | (query >= s))  # queries of the padding see some key, too
+    seen = seen.repeat(b, 1, 1)[:, None]
     if documents is not None:
-        behind = torch.iinfo(documents.dtype).max  # a document of its own: every query sees a key
-        rows = functional.pad(documents, (0, after), value=behind).unfold(1, window, window)
-        columns = functional.pad(documents, (window, after), value=behind).unfold(1, 2 * window, window)
+        beyond = torch.iinfo(documents.dtype).max  # a document of its own: every query sees a key
+        rows = functional.pad(documents, (0, after), value=beyond).unfold(1, size, size)
+        columns = functional.pad(documents, (before, after + behind), value=beyond)
+        columns = columns.unfold(1, before + size + behind, size)
         seen = seen & same_document(rows.flatten(0, 1), columns.flatten(0, 1))[:, None]
-    out = sdpa(blocks(q, 0), blocks(k, window), blocks(v, window), mask=seen, scale=scale)
-    out = out.reshape(b, num_blocks, heads, window, v.shape[3]).transpose(1, 2)
+    out = sdpa(blocks(q, 0, 0), blocks(k, before, behind), blocks(v, before, behind), mask=seen, scale=how.scale)
+    out = out.reshape(b, num_blocks, heads, size, v.shape[3]).transpose(1, 2)
     return out.flatten(2, 3)[:, :, :s]

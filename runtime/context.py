@@ -191,7 +191,7 @@ def gathered_attention(
     ranks, index = mesh.size(axis), mesh.coordinate(axis)
     keys, values = (_Gather.apply(x, mesh.group(axis), ranks) for x in (k, v))  # type: ignore[no-untyped-call]
     whole = None if documents is None else gathered_documents(documents, axis)
-    in_parts = sinks is not None or how.in_parts
+    in_parts = sinks is not None or how.in_parts or how.ahead is not None
     if not how.causal and how.ahead is None:
         if in_parts:
             ids = None if documents is None or whole is None else (documents, whole)

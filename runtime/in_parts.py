@@ -1,5 +1,5 @@
 """Attention in parts that give their log-sum-exp, for which torch has no kernel: with sinks or soft-capped scores, in
-chunks, or in a window on both sides.
+chunks, or over gathered keys in a window on both sides.
 
 What torch has a kernel for is computed by it, anything else in blocks of queries (`autoplan.runtime.parts`), so that
 nothing holds all scores, and the backward computes them again.

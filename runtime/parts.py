@@ -36,8 +36,8 @@ class Pattern(NamedTuple):
 
     @property
     def in_parts(self) -> bool:
-        """True for patterns that are computed in parts, as no kernel of torch has them whole."""
-        return self.softcap is not None or self.ahead is not None or self.chunk is not None
+        """True for patterns of whole sequences that are computed in parts, as no kernel of torch has them."""
+        return self.softcap is not None or self.chunk is not None
 
     def within(self, length: int, documents: bool) -> Pattern:
         """Return the pattern without what hides nothing in a sequence of `length`.

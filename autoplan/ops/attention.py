@@ -15,7 +15,7 @@ from autoplan.ops.language import Labels, OpRule, Role, bind, parse
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
 from autoplan.ops.text import OpText
-from autoplan.torch_kernels import LARGEST_HEAD, ROW_BLOCK
+from autoplan.torch_kernels import LARGEST_HEAD, ROW_BLOCK, window_blocks
 from autoplan.units import DTYPE_BYTES, HALF
 
 # -- capture -----------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def _as_run(f: OpFacts, num_keys: int | None = None) -> OpFacts:
 
 def _is_in_parts(f: OpFacts) -> bool:
     """Return True for attention that torch has no kernel for (runtime/in_parts.py)."""
-    return any(f.attrs.get(name) for name in ("sinks", "softcap", "chunk")) or f.attrs.get("ahead") is not None
+    return any(f.attrs.get(name) for name in ("sinks", "softcap", "chunk"))
 
 
 def unfused_in_megatron(attrs: Mapping[str, Any]) -> bool:
@@ -177,7 +177,7 @@ def needs_causal_mask(f: OpFacts, num_keys: int) -> bool:
     """
     f = _as_run(f, num_keys)
     q, k, v = f.inputs[:3]
-    if _is_in_parts(f):
+    if _is_in_parts(f) or f.attrs["ahead"] is not None:
         return False
     if f.attrs.get("documents") or not f.attrs.get("causal"):
         return bool(f.attrs.get("documents"))
@@ -241,39 +241,59 @@ def _composed_workspace(f: OpFacts) -> tuple[int, int]:
 
 
 def _in_blocks(f: OpFacts) -> OpFacts:
-    """Return attention in a window as it runs: blocks of queries, and of twice as many keys and values.
+    """Return attention in a window as it runs: blocks of queries, and of the keys and values near them.
 
-    Blocks are of the window, as sequences of their own (`autoplan.runtime.attention._windowed`).
+    Blocks are sequences of their own (`autoplan.runtime.attention._windowed`).
     """
-    f = _as_run(f)
-    window = int(f.attrs["window"])
-    num_blocks = -(-f.inputs[0].shape[2] // window)
+    f, length = _as_run(f), f.inputs[0].shape[2]
+    size, before, behind = window_blocks(f.attrs["window"], f.attrs["ahead"], length)
+    num_blocks = -(-length // size)
 
-    def blocks(t: TensorFacts, times: int) -> TensorFacts:
+    def blocks(t: TensorFacts, length: int) -> TensorFacts:
         b, heads, _, d = t.shape
-        return replace(t, shape=(b * num_blocks, heads, times * window, d))
+        return replace(t, shape=(b * num_blocks, heads, length, d))
 
-    q, k, v = f.inputs[:3]
-    ins = blocks(q, 1), blocks(k, 2), blocks(v, 2)
-    mask = TensorFacts((ins[0].shape[0], 1, window, 2 * window), "bool", False)
+    q, *keys = f.inputs[:3]
+    near = before + size + behind
+    ins = blocks(q, size), *(blocks(t, near) for t in keys)
+    mask = TensorFacts((ins[0].shape[0], 1, size, near), "bool", False)
     return replace(f, inputs=(*ins, mask), attrs={**f.attrs, "causal": False, "documents": False})
 
 
 def _is_windowed(f: OpFacts) -> bool:
-    return f.attrs.get("window") is not None and int(f.attrs["window"]) < f.inputs[0].shape[2]
+    return _as_run(f).attrs["window"] is not None
 
 
 def _windowed_extra(f: OpFacts) -> tuple[int, ...]:
     """Return the bytes of attention in a window: its blocks, and what attention keeps of them."""
     there = _in_blocks(f)
     q, k, v = there.inputs[:3]
-    if _is_composed(there):
-        return (*_composed_extra(there), *(() if _copies_values(there) else (v.num_bytes,)))
-    out = replace(q, shape=(*q.shape[:3], v.shape[3]))
-    # Windows alone are taken by flash attention on most GPUs, without blocks: for them this is an upper bound.
     alone = q.dtype in HALF and not f.attrs.get("documents")
-    read = (k.num_bytes, v.num_bytes) if alone else _repeated(there)
-    return (q.num_bytes, *read, out.num_bytes, *_own_mask_extra(there))
+    keys, values = (_blocks_bytes(f, t) for t in (k, v))
+    if _is_composed(there):
+        return (*_composed_extra(there), *(() if _copies_values(there) else (values,)))
+    read = (keys, values) if alone or _repeats(there) == 1 else _repeated(there)
+    out = () if _has_views(f) else (replace(q, shape=(*q.shape[:3], v.shape[3])).num_bytes,)
+    return (q.num_bytes, *read, *out, *_own_mask_extra(there))
+
+
+def _has_views(f: OpFacts) -> bool:
+    """Return True where blocks of one sample are views: of keys and values, which overlap, and of the result.
+
+    Windows alone are taken by flash attention on most GPUs, without blocks: for them all blocks are an upper bound.
+    """
+    alone = f.inputs[0].dtype in HALF and not f.attrs.get("documents") and f.device_type != "cpu"
+    return f.inputs[0].shape[0] == 1 and not alone
+
+
+def _blocks_bytes(f: OpFacts, blocks: TensorFacts) -> int:
+    """Return the bytes of blocks of keys or values."""
+    if not _has_views(f):
+        return blocks.num_bytes
+    num_blocks, heads, _, d = blocks.shape
+    attrs = _as_run(f).attrs
+    size, before, behind = window_blocks(attrs["window"], attrs["ahead"], f.inputs[0].shape[2])
+    return replace(blocks, shape=(1, heads, before + num_blocks * size + behind, d)).num_bytes
 
 
 def _windowed_workspace(f: OpFacts) -> tuple[int, int]:
@@ -302,7 +322,8 @@ _REPEATED = keeps(
 _OWN_MASK_REPEATED = keeps(
     "x0<0,1,2 y0<0,1,2", Form.NEW, extra=lambda f: (*_own_mask_extra(f), *_repeated(f)), workspace=_workspace
 )
-_WINDOWED = keeps("", Form.NEW, extra=_windowed_extra, workspace=_windowed_workspace)
+# without and with a result that is a view of the blocks
+_WINDOWED = [keeps(out, Form.NEW, extra=_windowed_extra, workspace=_windowed_workspace) for out in ("", "y0<0,1,2")]
 # without and with copied values
 _COMPOSED = [
     keeps(values, Form.NEW, extra=_composed_extra, workspace=_composed_workspace) for values in ("x2<0,1,2", "")
@@ -380,7 +401,7 @@ def _form(f: OpFacts) -> SavedRule | None:
     if _is_in_parts(f):
         return _IN_PARTS
     if _is_windowed(f):
-        return _WINDOWED
+        return _WINDOWED[_has_views(f) and not _is_composed(_in_blocks(f))]
     if _is_composed(f):
         return _COMPOSED[_copies_values(f)]
     if _repeats(f) > 1:

@@ -145,6 +145,22 @@ def test_what_a_short_sequence_does_not_show_is_plain_attention(length, how, mon
     torch.testing.assert_close(attention(q, k, v, scale=None, **how), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("with_documents", [False, True])
+@pytest.mark.parametrize(("window", "ahead"), [(3, 2), (1, 0), (1, 1), (2, 5), (20, 3)])
+def test_a_window_on_both_sides_in_blocks(window, ahead, with_documents):
+    given = tensors(9, 9, 8)[:3]
+    ids = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, -2, 1, 1, 2, 2]]) if with_documents else None
+    if ids is not None and window + ahead == 1:
+        ids[1, 4] = 1  # what is hidden from all has to see one
+    both = None if ids is None else (ids, ids)
+    want = plainly(*given, None, causal=False, scale=0.3, window=window, ahead=ahead, documents=both)
+    got = attention(*given, causal=False, scale=0.3, window=window, ahead=ahead, documents=ids)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    grad = torch.randn_like(want)
+    for mine, theirs in zip(*(torch.autograd.grad(out, given, grad) for out in (got, want)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize(
     ("how", "says"),
     [

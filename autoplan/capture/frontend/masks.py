@@ -284,9 +284,7 @@ def _pattern(function: Any) -> _Pattern | None:
             return None
         found = replace(found, causal=found.causal or out.causal, function=function)
         out = replace(out, **{name: x for name, x in vars(found).items() if x is not None})
-    one_sided = (out.window is not None or out.chunk is not None) and out.ahead is None
-    known = not (one_sided and not out.causal) and not (out.ahead is not None and out.causal)
-    return out if known and (out.causal or out.ahead is not None) else None
+    return out if out.causal == (out.ahead is None) else None
 
 
 def _overlay(maker: str, function: Any) -> _Pattern | None:
