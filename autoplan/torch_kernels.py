@@ -7,6 +7,18 @@ from collections.abc import Iterable
 LARGEST_HEAD = 256  # flash attention on CUDA: larger head dims take another kernel
 ROW_BLOCK = 512  # queries whose scores attention holds at a time where no kernel of torch gives their log-sum-exp
 
+
+def window_blocks(window: int, ahead: int | None, length: int) -> tuple[int, int, int]:
+    """Return the queries of a block of attention in a window, and how many more keys it sees before and behind them.
+
+    There are two blocks or more.
+    """
+    if ahead is None:
+        return window, window, 0
+    before, behind = min(window - 1, length), min(ahead, length)
+    return min(max(before, behind, 1), -(-length // 2)), before, behind
+
+
 GROUPED_BYTES = 16  # every row and every matrix of grouped products starts at a multiple of this
 _MOST_GROUPS = 1023
 _GROUPED_ON_CUDA = (9, 10)  # compute capabilities with the kernel; others would wait for the host at each product

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.nn import functional
 
@@ -11,6 +13,7 @@ from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.parts import Pattern, same_document
 from autoplan.runtime.ring import ring_attention
 from autoplan.runtime.sdpa import choose_for, flash, sdpa
+from autoplan.torch_kernels import window_blocks
 
 CUTS = ("gather", "ring", "ulysses")  # arguments of `attention`: the axis over which the sequence is cut
 
@@ -25,6 +28,8 @@ def attention(
     mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     window: int | None = None,
+    ahead: int | None = None,
+    chunk: int | None = None,
     documents: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
@@ -44,7 +49,10 @@ def attention(
         scale: factor of the scores; None is ``1 / sqrt(d)``.
         mask: bool (True takes part) or additive, broadcastable to [b, h, s, t]; applied besides ``causal``.
         dropout_p: must be 0.
-        window: query i sees keys ``i - window + 1..i``; needs ``causal``, s == t and no mask.
+        window: query i sees keys ``i - window + 1..i``; needs ``causal`` or ``ahead``, s == t and no mask.
+        ahead: query i sees keys up to ``i + ahead``; needs ``window``, and not ``causal``.
+        chunk: a query sees keys of its own chunk of so many tokens, the first of which begins with the sequence; needs
+            what a window needs, and none. With ``documents`` these are the chunks, and none is longer.
         documents: [b, s] integers, the document of every token: a token sees tokens of its own document. -1 - i: a
             token that nobody sees, but that sees document i. Every token must see one. Needs s == t and no mask.
         sinks: [h], a score per head that takes part in the softmax of every query and has no value
@@ -62,26 +70,27 @@ def attention(
             softcap with an argument that they exclude, or both ring and gather.
     """
     _check_heads(q, k, v, dropout_p)
-    _check_window(q, k, window, causal, mask)
+    how = Pattern(causal, scale, window, ahead, chunk, softcap)
+    _check_pattern(q, k, how, mask)
     _check_documents(q, documents, mask)
     _check_in_parts(q, k, sinks, softcap, causal, mask)
     cut = _cut_axes(q, k, mask, gather, ring, ulysses)
-    how: Pattern = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
+    how = how.within(q.shape[2] * math.prod(current_mesh().size(axis) for axis in cut), documents is not None)
     if ulysses is not None and ulysses in cut:
         given = (to_heads(x, ulysses) for x in (q, k, v))
         ids = None if documents is None else gathered_documents(documents, ulysses)
         own = None if sinks is None else heads_here(sinks, ulysses)
-        out = attention(*given, **how, documents=ids, sinks=own, gather=gather, ring=ring)
+        out = attention(*given, **how._asdict(), documents=ids, sinks=own, gather=gather, ring=ring)
         return to_sequence(out, ulysses)
     if ring in cut:
-        return ring_attention(q, k, v, **how, axis=ring, documents=documents, sinks=sinks)
+        return ring_attention(q, k, v, how, axis=ring, documents=documents, sinks=sinks)
     if gather in cut:
-        return gathered_attention(q, k, v, **how, axis=gather, documents=documents, sinks=sinks)
-    if sinks is not None or softcap is not None:
+        return gathered_attention(q, k, v, how, axis=gather, documents=documents, sinks=sinks)
+    if sinks is not None or how.in_parts:
         both = None if documents is None else (documents, documents)
-        return attention_in_parts(q, k, v, **how, sinks=sinks, documents=both)
-    if window is not None and window < q.shape[2]:
-        return _windowed(q, k, v, window, scale, documents)
+        return attention_in_parts(q, k, v, how, sinks=sinks, documents=both)
+    if how.window is not None:
+        return _windowed(q, k, v, how, how.window, documents)
     if documents is not None:
         mask = same_document(documents, documents)[:, None]
     if causal and mask is not None:  # SDPA takes one or the other
@@ -107,14 +116,25 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: f
         )
 
 
-def _check_window(
-    q: torch.Tensor, k: torch.Tensor, window: int | None, causal: bool, mask: torch.Tensor | None
-) -> None:
-    if window is not None and (window < 1 or not causal or mask is not None or q.shape[2] != k.shape[2]):
+def _check_pattern(q: torch.Tensor, k: torch.Tensor, how: Pattern, mask: torch.Tensor | None) -> None:
+    if how.chunk is not None and (how.window is not None or how.ahead is not None):
+        raise ValueError(f"attention: chunk={how.chunk} with window={how.window}, ahead={how.ahead}; give one of them")
+    if how.ahead is not None and (how.causal or how.window is None or how.ahead < 0):
         raise ValueError(
-            f"attention: window={window} must be at least 1, and needs causal attention without a mask, with as many "
-            f"keys as queries, not {k.shape[2]} for {q.shape[2]}"
+            f"attention: ahead={how.ahead} must not be negative, and needs a window and causal=False, not "
+            f"window={how.window} and causal={how.causal}"
         )
+    name, size = ("chunk", how.chunk) if how.window is None else ("window", how.window)
+    one_sided = how.ahead is None
+    if size is not None and (size < 1 or (one_sided and not how.causal) or mask is not None or not _is_square(q, k)):
+        raise ValueError(
+            f"attention: {name}={size} must be at least 1, and needs {'causal ' if one_sided else ''}attention without "
+            f"a mask, with as many keys as queries, not {k.shape[2]} for {q.shape[2]}"
+        )
+
+
+def _is_square(q: torch.Tensor, k: torch.Tensor) -> bool:
+    return q.shape[2] == k.shape[2]
 
 
 def _check_documents(q: torch.Tensor, documents: torch.Tensor | None, mask: torch.Tensor | None) -> None:
@@ -175,38 +195,36 @@ def _causal(mask: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor
 
 
 def _windowed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    window: int,
-    scale: float | None,
-    documents: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Pattern, window: int, documents: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attention with a causal window: by flash if it applies, else in blocks of `window` queries.
+    """Attention with a window: by flash if it applies, else in blocks of as many queries as the window is long.
 
-    A block of queries sees its own block of keys and the one before it, so the arithmetic grows with s * window instead
-    of s^2. Blocks become a part of the batch dim.
+    A block of queries sees its own block of keys and those near it, so the arithmetic grows with s * window instead of
+    s^2. Blocks become a part of the batch dim.
     """
     if choose_for(q, k, v, masked=documents is not None, causal="end", window=True) == "flash":
-        return flash(q, k, v, scale=scale, window=window)
+        return flash(q, k, v, scale=how.scale, window=window, ahead=how.ahead)
     b, heads, s, _ = q.shape
-    num_blocks = -(-s // window)
-    after = num_blocks * window - s  # causal: no query sees the padding after the last one
+    size, before, behind = window_blocks(window, how.ahead, s)
+    num_blocks = -(-s // size)
+    after = num_blocks * size - s
 
-    def blocks(x: torch.Tensor, before: int) -> torch.Tensor:
-        padded = functional.pad(x, (0, 0, before, after))
-        return padded.unfold(2, window + before, window).permute(0, 2, 1, 4, 3).flatten(0, 1)
+    def blocks(x: torch.Tensor, before: int, behind: int) -> torch.Tensor:
+        padded = functional.pad(x, (0, 0, before, after + behind))
+        return padded.unfold(2, before + size + behind, size).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
-    query = torch.arange(window, device=q.device)[:, None]
-    distance = query + window - torch.arange(2 * window, device=q.device)[None]
-    near = (distance >= 0) & (distance < window)
-    first = near & (torch.arange(2 * window, device=q.device) >= window)  # no keys before the first block
-    seen = torch.cat((first[None], near.expand(num_blocks - 1, -1, -1))).repeat(b, 1, 1)[:, None]
+    query = torch.arange(num_blocks * size, device=q.device).view(num_blocks, size, 1)
+    key = query[:, :1] - before + torch.arange(before + size + behind, device=q.device)
+    distance = query - key
+    near = (distance >= -(how.ahead or 0)) & (distance < window)
+    seen = near & (key >= 0) & ((key < s) | (query >= s))  # queries of the padding see some key, too
+    seen = seen.repeat(b, 1, 1)[:, None]
     if documents is not None:
-        behind = torch.iinfo(documents.dtype).max  # a document of its own: every query sees a key
-        rows = functional.pad(documents, (0, after), value=behind).unfold(1, window, window)
-        columns = functional.pad(documents, (window, after), value=behind).unfold(1, 2 * window, window)
+        beyond = torch.iinfo(documents.dtype).max  # a document of its own: every query sees a key
+        rows = functional.pad(documents, (0, after), value=beyond).unfold(1, size, size)
+        columns = functional.pad(documents, (before, after + behind), value=beyond)
+        columns = columns.unfold(1, before + size + behind, size)
         seen = seen & same_document(rows.flatten(0, 1), columns.flatten(0, 1))[:, None]
-    out = sdpa(blocks(q, 0), blocks(k, window), blocks(v, window), mask=seen, scale=scale)
-    out = out.reshape(b, num_blocks, heads, window, v.shape[3]).transpose(1, 2)
+    out = sdpa(blocks(q, 0, 0), blocks(k, before, behind), blocks(v, before, behind), mask=seen, scale=how.scale)
+    out = out.reshape(b, num_blocks, heads, size, v.shape[3]).transpose(1, 2)
     return out.flatten(2, 3)[:, :, :s]

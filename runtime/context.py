@@ -50,6 +50,12 @@ def context_part(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     return _part(x.chunk(2 * ranks, dim), index, dim)
 
 
+def context_positions(length: int, axis: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the places of this rank's ``length`` tokens in the whole sequence."""
+    whole = torch.arange(length * current_mesh().size(axis), dtype=dtype, device=device)
+    return context_part(whole, axis, 0)
+
+
 def _part(chunks: Sequence[torch.Tensor], index: int, dim: int) -> torch.Tensor:
     return torch.cat((chunks[index], chunks[-1 - index]), dim)
 
@@ -165,11 +171,8 @@ def gathered_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    how: Pattern,
     *,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None = None,
     axis: str,
     documents: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -178,7 +181,6 @@ def gathered_attention(
 
     Args:
         q, k, v: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them.
-        causal, scale, window, softcap: as for ``autoplan.runtime.attention.attention``; a window needs ``causal``.
         documents: [b, 2 l], the documents of this rank's tokens.
         sinks: [h], one more score of every query (``autoplan.runtime.sinks``).
 
@@ -189,25 +191,25 @@ def gathered_attention(
     ranks, index = mesh.size(axis), mesh.coordinate(axis)
     keys, values = (_Gather.apply(x, mesh.group(axis), ranks) for x in (k, v))  # type: ignore[no-untyped-call]
     whole = None if documents is None else gathered_documents(documents, axis)
-    how: Pattern = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
-    in_parts = sinks is not None or softcap is not None
-    if in_parts and not causal:
-        ids = None if documents is None or whole is None else (documents, whole)
-        return attention_in_parts(q, keys, values, **how, sinks=sinks, documents=ids)
-    if not causal:
+    in_parts = sinks is not None or how.in_parts or how.ahead is not None
+    if not how.causal and how.ahead is None:
+        if in_parts:
+            ids = None if documents is None or whole is None else (documents, whole)
+            return attention_in_parts(q, keys, values, how, sinks=sinks, documents=ids)
         same = None if documents is None or whole is None else same_document(documents, whole)[:, None]
-        return sdpa(q, keys, values, mask=same, scale=scale)
+        return sdpa(q, keys, values, mask=same, scale=how.scale)
     length = q.shape[2] // 2
     out = []
     for chunk, place in zip(q.chunk(2, dim=2), (index, 2 * ranks - 1 - index), strict=True):
         first, end = place * length, (place + 1) * length
         own = None if whole is None else whole[:, first:end]
-        there = keys[:, :, :end], values[:, :, :end]
+        seen = end + (how.ahead or 0)
+        there = keys[:, :, :seen], values[:, :, :seen]
         if in_parts:
-            ids = None if own is None or whole is None else (own, whole[:, :end])
-            out.append(attention_in_parts(chunk, *there, **how, sinks=sinks, documents=ids))
+            ids = None if own is None or whole is None else (own, whole[:, :seen])
+            out.append(attention_in_parts(chunk, *there, how, first=first, sinks=sinks, documents=ids))
         else:
-            out.append(_of_chunk(chunk, *there, scale, window, own, whole))
+            out.append(_of_chunk(chunk, *there, how.scale, how.window, own, whole))
     return torch.cat(out, dim=2)
 
 

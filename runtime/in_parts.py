@@ -1,4 +1,5 @@
-"""Attention in parts that give their log-sum-exp: with sinks or soft-capped scores, for which torch has no kernel.
+"""Attention in parts that give their log-sum-exp, for which torch has no kernel: with sinks or soft-capped scores, in
+chunks, or over gathered keys in a window on both sides.
 
 What torch has a kernel for is computed by it, anything else in blocks of queries (`autoplan.runtime.parts`), so that
 nothing holds all scores, and the backward computes them again.
@@ -6,68 +7,70 @@ nothing holds all scores, and the backward computes them again.
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from autoplan.runtime.operators import Operator, define_operators
-from autoplan.runtime.parts import Documents, Part, attend, attend_backward, heads_inside, join, wide_of
+from autoplan.runtime.parts import (
+    PATTERN_ARGUMENTS,
+    Documents,
+    Part,
+    Pattern,
+    Span,
+    attend,
+    attend_backward,
+    documents_in,
+    heads_inside,
+    join,
+    parts_between,
+    tokens_in,
+    wide_of,
+)
 from autoplan.runtime.private import in_graph
 from autoplan.runtime.sinks import gradient_of_sinks, with_sinks
 
-_How = tuple[bool, float, "int | None", "float | None"]  # causal, scale, window, softcap
+# where the queries begin among the keys; causal, scale, window, ahead, chunk, softcap
+_How = tuple[int, bool, float, "int | None", "int | None", "int | None", "float | None"]
 
 
-class Piece(NamedTuple):
-    """Keys that queries see: `first` to before `end` of those given, as `part` says."""
-
-    part: Part
-    first: int
-    end: int
-
-
-def keys_by_part(
-    num_queries: int, num_keys: int, causal: bool, window: int | None, softcap: float | None
-) -> tuple[Piece, ...]:
-    """Return the pieces of attention of queries; causal ones end with the keys."""
-    rows = (0, 1)
-    if not causal:
-        return (Piece(Part(rows, rows, "full", softcap=softcap), 0, num_keys),)
-    before = num_keys - num_queries
-    if window is not None and window < num_keys:
-        first = max(0, before - window + 1)  # no query sees earlier keys
-        return (Piece(Part(rows, rows, "band", before - first, window, softcap), first, num_keys),)
-    own = Piece(Part(rows, rows, "causal", softcap=softcap), before, num_keys)
-    return (own, Piece(Part(rows, rows, "full", softcap=softcap), 0, before)) if before else (own,)
+def parts_of_queries(first: int, num_queries: int, num_keys: int, how: Pattern) -> tuple[Part, ...]:
+    """Return the parts of attention of queries, the first of which has the place `first` among the keys."""
+    whole = (0, num_queries), (0, num_keys)
+    if not how.causal and how.ahead is None:
+        return (Part(*whole, "full", softcap=how.softcap),)
+    return tuple(parts_between((first, first + num_queries), whole[1], how))
 
 
 def attention_in_parts(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    how: Pattern,
     *,
-    causal: bool,
-    scale: float | None,
-    window: int | None = None,
-    softcap: float | None = None,
+    first: int | None = None,
     sinks: torch.Tensor | None = None,
     documents: Documents | None = None,
 ) -> torch.Tensor:
     """Attention without all scores in memory.
 
     Args:
-        q: [b, h, s, d]; causal ones end with the keys. k: [b, kv, t, d]. v: [b, kv, t, e].
-        scale, window, softcap: as for `autoplan.runtime.attention.attention`.
+        q: [b, h, s, d]. k: [b, kv, t, d]. v: [b, kv, t, e].
+        first: place of the first query among the keys; None: queries end with the keys.
         sinks: [h] (`autoplan.runtime.sinks`).
         documents: [b, s] of the queries and [b, t] of the keys.
 
     Returns:
         [b, h, s, e].
     """
-    how = causal, 1.0 / math.sqrt(q.shape[3]) if scale is None else scale, window, softcap
+    causal, scale, *rest = how
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    given = k.shape[2] - q.shape[2] if first is None else first, causal, scale, *rest
     ids = documents or (None, None)
-    out: torch.Tensor = _Attention.apply(q, k, v, sinks, *ids, how)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Attention.apply(q, k, v, sinks, *ids, given)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -106,22 +109,26 @@ def _forward(
     v: torch.Tensor,
     of_queries: torch.Tensor | None,
     of_keys: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    first: int,
+    *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result, [b, h, s, e], and the log-sum-exp of the scores, [b, h, s], float32 or wider."""
-    found = []
-    for part, first, end in keys_by_part(q.shape[2], k.shape[2], causal, window, softcap):
-        keys, values, same = _of_piece(k, v, of_queries, of_keys, first, end)
-        found.append(attend(q, keys, values, part, scale, same))
-    out, lse = found[0]
-    if len(found) == 1:
-        return out, lse
-    out, lse = out.to(wide_of(q.dtype), copy=True), lse.clone()
-    for piece in found[1:]:
-        join(out, lse, *piece)
+    pattern = Pattern(*how)
+    parts, wide = parts_of_queries(first, q.shape[2], k.shape[2], pattern), wide_of(q.dtype)
+    if _is_whole(parts, q, k):
+        return attend(q, k, v, parts[0], how[1], documents_in(parts[0], of_queries, of_keys))
+    once = _are_apart([part.queries for part in parts])
+    out = heads_inside(q, v, None if once else wide).zero_()
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
+    for part in parts:
+        rows, mine, ends = (tokens_in(x, part.queries) for x in (q, out, lse))
+        there, given = (tokens_in(x, part.keys) for x in (k, v))
+        found = attend(rows, there, given, part, how[1], documents_in(part, of_queries, of_keys))
+        if once:
+            mine.copy_(found[0])
+            ends.copy_(found[1])
+        else:
+            join(mine, ends, *found)
     return out.to(q.dtype), lse
 
 
@@ -134,38 +141,36 @@ def _backward(
     lse: torch.Tensor,
     of_queries: torch.Tensor | None,
     of_keys: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    first: int,
+    *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v."""
-    pieces, found = keys_by_part(q.shape[2], k.shape[2], causal, window, softcap), []
-    for part, first, end in pieces:
-        keys, values, same = _of_piece(k, v, of_queries, of_keys, first, end)
-        found.append(attend_backward(grad, q, keys, values, out, lse, part, scale, same))
-    if len(pieces) == 1 and pieces[0][1:] == (0, k.shape[2]):
-        for_q, for_k, for_v = found[0]
-    else:
-        for_q, for_k, for_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        for (_, first, end), (of_q, of_k, of_v) in zip(pieces, found, strict=True):
-            for_q += of_q
-            for_k[:, :, first:end] += of_k
-            for_v[:, :, first:end] += of_v
-    return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype)
+    parts = parts_of_queries(first, q.shape[2], k.shape[2], Pattern(*how))
+    if _is_whole(parts, q, k):
+        same = documents_in(parts[0], of_queries, of_keys)
+        for_q, for_k, for_v = attend_backward(grad, q, k, v, out, lse, parts[0], how[1], same)
+        return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype)
+    once = [_are_apart([part.queries for part in parts])] + 2 * [_are_apart([part.keys for part in parts])]
+    summed = [torch.zeros_like(x, dtype=None if o else lse.dtype) for x, o in zip((q, k, v), once, strict=True)]
+    for part in parts:
+        arrived, rows, result, ends = (tokens_in(x, part.queries) for x in (grad, q, out, lse))
+        there, given = (tokens_in(x, part.keys) for x in (k, v))
+        same = documents_in(part, of_queries, of_keys)
+        found = attend_backward(arrived, rows, there, given, result, ends, part, how[1], same)
+        for total, span, more in zip(summed, (part.queries, part.keys, part.keys), found, strict=True):
+            tokens_in(total, span).add_(more)
+        del found, more
+    return summed[0].to(q.dtype), summed[1].to(k.dtype), summed[2].to(v.dtype)
 
 
-def _of_piece(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    of_queries: torch.Tensor | None,
-    of_keys: torch.Tensor | None,
-    first: int,
-    end: int,
-) -> tuple[torch.Tensor, torch.Tensor, Documents | None]:
-    """Return keys and values of a piece, and the documents of its queries and keys."""
-    same = None if of_queries is None or of_keys is None else (of_queries, of_keys[:, first:end])
-    return k[:, :, first:end], v[:, :, first:end], same
+def _is_whole(parts: Sequence[Part], q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Return True for one part of all queries and keys."""
+    return len(parts) == 1 and (parts[0].queries, parts[0].keys) == ((0, q.shape[2]), (0, k.shape[2]))
+
+
+def _are_apart(spans: Sequence[Span]) -> bool:
+    """Return True if no token is in two of the spans."""
+    return all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(spans)))
 
 
 # -- as one operator of a compiled graph, whose compiler would keep the scores of the forward for the backward ---------
@@ -188,7 +193,7 @@ def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-_HOW = "Tensor? of_queries, Tensor? of_keys, bool causal, float scale, int? window, float? softcap"
+_HOW = f"Tensor? of_queries, Tensor? of_keys, int first, {PATTERN_ARGUMENTS}"
 _LIBRARY = define_operators(
     "autoplan_parts",
     (

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypedDict
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -21,31 +21,118 @@ from autoplan.torch_kernels import LARGEST_HEAD, ROW_BLOCK
 Documents = tuple[torch.Tensor, torch.Tensor]  # the documents of queries and keys, [b, l] and [b, t]
 
 
-class Pattern(TypedDict):
+Span = tuple[int, int]  # the first token, and the one behind the last
+
+
+class Pattern(NamedTuple):
     """Which keys a query sees, besides documents, and what becomes of scores (`autoplan.runtime.attention`)."""
 
     causal: bool
-    scale: float | None
-    window: int | None
-    softcap: float | None
+    scale: float | None = None
+    window: int | None = None
+    ahead: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+
+    @property
+    def in_parts(self) -> bool:
+        """True for patterns of whole sequences that are computed in parts, as no kernel of torch has them."""
+        return self.softcap is not None or self.chunk is not None
+
+    def within(self, length: int, documents: bool) -> Pattern:
+        """Return the pattern without what hides nothing in a sequence of `length`.
+
+        Documents that are chunks say themselves where each begins; a window of their length keeps what is computed
+        near the diagonal.
+        """
+        window, ahead, chunk = self.window, self.ahead, self.chunk
+        if documents and chunk is not None:
+            window, chunk = chunk, None
+        if chunk is not None and chunk >= length:
+            chunk = None
+        if ahead is None or ahead >= length - 1:
+            window, ahead = (None, None) if window is None or window >= length else (window, ahead)
+        return self._replace(window=window, ahead=ahead, chunk=chunk)
+
+
+# a pattern as the last arguments of an operator, whose scale is known
+PATTERN_ARGUMENTS = "bool causal, float scale, int? window, int? ahead, int? chunk, float? softcap"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Queries and keys of one product, in chunks (0, 1 or both of a rank's two chunks).
+    """Queries and keys of one product, by their places in the tensors that hold them.
 
     Attributes:
         kind: ``full`` (all see all), ``causal`` (aligned at the start), or ``band`` (a query sees the keys from
-            ``distance`` 0 to below ``window``, where query 0 is ``offset`` tokens after key 0).
+            ``distance`` ``-ahead`` to below ``window``, where query 0 is ``offset`` tokens after key 0).
         softcap: scores are ``softcap * tanh(score / softcap)``. None: as they are.
     """
 
-    queries: tuple[int, int]
-    keys: tuple[int, int]
+    queries: Span
+    keys: Span
     kind: str
     offset: int = 0
     window: int = 0
+    ahead: int = 0
     softcap: float | None = None
+
+    def behind(self, queries: int, keys: int) -> Part:
+        """Return the part of tensors that begin with so many more queries and keys."""
+        (a, b), (first, end) = self.queries, self.keys
+        return replace(self, queries=(a + queries, b + queries), keys=(first + keys, end + keys))
+
+
+def parts_between(queries: Span, keys: Span, how: Pattern) -> Iterator[Part]:
+    """Yield the products of queries and keys at these places of a sequence, counted from the first of each.
+
+    Every pair of which the query sees the key is in one part.
+    """
+    for rows, columns in _by_chunk(queries, keys, how.chunk):
+        for part in _near(rows, columns, how):
+            yield part.behind(-queries[0], -keys[0])
+
+
+def _by_chunk(queries: Span, keys: Span, chunk: int | None) -> Iterator[tuple[Span, Span]]:
+    """Yield the queries and the keys of every chunk; all of them without chunks."""
+    if chunk is None:
+        yield queries, keys
+        return
+    for first in range(queries[0] // chunk * chunk, queries[1], chunk):
+        rows, columns = ((max(a, first), min(b, first + chunk)) for a, b in (queries, keys))
+        yield rows, columns
+
+
+def _near(queries: Span, keys: Span, how: Pattern) -> Iterator[Part]:
+    """Yield the parts of queries that see all keys, or those near enough."""
+    (a, b), (first, end) = queries, keys
+    before = b + end if how.window is None else how.window - 1  # the farthest keys that a query sees on either side
+    after = 0 if how.causal else b + end if how.ahead is None else how.ahead
+    first, end = max(first, a - before), min(end, b + after)
+    a, b = max(a, first - after), min(b, end + before)
+    if a >= b or first >= end:
+        return
+    if b - 1 - first <= before and end - 1 - a <= after:
+        yield Part((a, b), (first, end), "full", softcap=how.softcap)
+    elif how.causal and b - 1 - first <= before:
+        yield Part((a, end), (a, end), "causal", softcap=how.softcap)
+        for rows, columns in (((a, end), (first, a)), ((end, b), (first, end))):
+            if rows[0] < rows[1] and columns[0] < columns[1]:
+                yield Part(rows, columns, "full", softcap=how.softcap)
+    else:
+        yield Part((a, b), (first, end), "band", a - first, before + 1, after, how.softcap)
+
+
+def tokens_in(x: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return the tokens of a span, of [b, h, s, ...]."""
+    return x[:, :, span[0] : span[1]]
+
+
+def documents_in(part: Part, of_queries: torch.Tensor | None, of_keys: torch.Tensor | None) -> Documents | None:
+    """Return the documents of a part's queries and keys, of [b, s] and [b, t]."""
+    if of_queries is None or of_keys is None:
+        return None
+    return of_queries[:, part.queries[0] : part.queries[1]], of_keys[:, part.keys[0] : part.keys[1]]
 
 
 def same_document(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -112,8 +199,8 @@ def attend(
     elif kernel == "window":
         inside = [x.transpose(1, 2) for x in given]
         out, lse = torch.ops.aten._flash_attention_forward(
-            *inside, None, None, q.shape[2], k.shape[2], 0.0, True, False,
-            scale=scale, window_size_left=part.window - 1, window_size_right=0,
+            *inside, None, None, q.shape[2], k.shape[2], 0.0, part.ahead == 0, False,
+            scale=scale, window_size_left=part.window - 1, window_size_right=part.ahead,
         )[:2]  # fmt: skip
         out = out.transpose(1, 2)
     else:
@@ -147,8 +234,8 @@ def attend_backward(
         if kernel == "window":
             inside = [x.transpose(1, 2) for x in (grad, q_, k_, v_, out)]
             found = torch.ops.aten._flash_attention_backward(
-                *inside, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, True, none, none,
-                scale=scale, window_size_left=part.window - 1, window_size_right=0,
+                *inside, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, part.ahead == 0, none, none,
+                scale=scale, window_size_left=part.window - 1, window_size_right=part.ahead,
             )  # fmt: skip
             found = tuple(x.transpose(1, 2) for x in found)
         else:
@@ -166,7 +253,7 @@ def keys_seen(part: Part, rows: slice, keys: int) -> slice:
         high = min(keys, rows.stop)
     elif part.kind == "band":
         low = min(keys, max(0, rows.start + part.offset - part.window + 1))
-        high = max(low, min(keys, rows.stop + part.offset))
+        high = max(low, min(keys, rows.stop + part.offset + part.ahead))
     return slice(low, high)
 
 
@@ -176,7 +263,7 @@ def _seen(part: Part, rows: slice, keys: slice, device: torch.device) -> torch.T
         return None
     query = torch.arange(rows.start, rows.stop, device=device)[:, None] + part.offset
     distance = query - torch.arange(keys.start, keys.stop, device=device)[None]
-    return distance >= 0 if part.kind == "causal" else (distance >= 0) & (distance < part.window)
+    return distance >= 0 if part.kind == "causal" else (distance >= -part.ahead) & (distance < part.window)
 
 
 def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.runtime.attention import attention
-from autoplan.runtime.context import context_length, context_part
+from autoplan.runtime.context import context_length, context_part, context_positions
 from autoplan.runtime.convert import (
     all_gather,
     all_reduce,
@@ -60,6 +60,7 @@ __all__ = [
     "attention",
     "context_length",
     "context_part",
+    "context_positions",
     "cross_entropy_sum",
     "dropout",
     "experts",

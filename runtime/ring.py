@@ -29,37 +29,40 @@ import torch.distributed as dist
 from autoplan.runtime import functional
 from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.operators import Operator, define_operators
-from autoplan.runtime.parts import Documents, Part, attend, attend_backward, heads_inside, join, wide_of
+from autoplan.runtime.parts import (
+    PATTERN_ARGUMENTS,
+    Documents,
+    Part,
+    Pattern,
+    attend,
+    attend_backward,
+    documents_in,
+    heads_inside,
+    join,
+    parts_between,
+    tokens_in,
+    wide_of,
+)
 from autoplan.runtime.private import group_named, in_graph
 from autoplan.runtime.sinks import gradient_of_sinks, with_sinks
 
 
-def parts_of(
-    index: int, source: int, ranks: int, length: int, causal: bool, window: int | None, softcap: float | None = None
-) -> tuple[Part, ...]:
+def parts_of(index: int, source: int, ranks: int, length: int, how: Pattern) -> tuple[Part, ...]:
     """Return the products of rank ``index`` with the keys of rank ``source``; chunks have ``length`` tokens."""
-    if not causal:
-        return (Part((0, 2), (0, 2), "full", softcap=softcap),)
-    if window is None:  # chunks are in order: a rank's two are causal together, the second sees all earlier ones
+    first, second, both = (0, length), (length, 2 * length), (0, 2 * length)
+    if not how.causal and how.ahead is None:
+        return (Part(both, both, "full", softcap=how.softcap),)
+    if how.window is None and how.chunk is None and how.causal:
+        # chunks are in order: a rank's two are causal together, the second sees all earlier ones
         if source == index:
-            return (Part((0, 2), (0, 2), "causal", softcap=softcap),)
-        queries, keys = ((0, 2), (0, 1)) if source < index else ((1, 2), (0, 2))
-        return (Part(queries, keys, "full", softcap=softcap),)
-    mine, theirs = (index, 2 * ranks - 1 - index), (source, 2 * ranks - 1 - source)
+            return (Part(both, both, "causal", softcap=how.softcap),)
+        queries, keys = (both, first) if source < index else (second, both)
+        return (Part(queries, keys, "full", softcap=how.softcap),)
     out = []
-    for i, place in enumerate(mine):
-        for j, other in enumerate(theirs):
-            apart = (place - other) * length  # distance between equal places in both chunks
-            nearest, farthest = max(0, apart - length + 1), apart + length - 1
-            if apart < 0 or nearest >= window:
-                continue
-            chunks = (i, i + 1), (j, j + 1)
-            if apart == 0 and window >= length:
-                out.append(Part(*chunks, "causal", softcap=softcap))
-            elif apart > 0 and farthest < window:
-                out.append(Part(*chunks, "full", softcap=softcap))
-            else:
-                out.append(Part(*chunks, "band", apart, window, softcap))
+    for i, place in enumerate((index, 2 * ranks - 1 - index)):
+        for j, other in enumerate((source, 2 * ranks - 1 - source)):
+            rows, columns = ((x * length, (x + 1) * length) for x in (place, other))
+            out += [part.behind(i * length, j * length) for part in parts_between(rows, columns, how)]
     return tuple(out)
 
 
@@ -67,11 +70,8 @@ def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    how: Pattern,
     *,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None = None,
     axis: str,
     documents: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -81,7 +81,6 @@ def ring_attention(
     Args:
         q: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them.
         k: [b, kv, 2 l, d]; v: [b, kv, 2 l, e]; kv a divisor of h.
-        causal, scale, window, softcap: as for ``autoplan.runtime.attention.attention``; a window needs ``causal``.
         documents: [b, 2 l], the documents of this rank's tokens.
         sinks: [h], one more score of every query (``autoplan.runtime.sinks``).
 
@@ -90,10 +89,9 @@ def ring_attention(
     """
     mesh = current_mesh()
     ring = _Ring(mesh.group(axis), mesh.size(axis), mesh.coordinate(axis))
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    known = how._replace(scale=1.0 / math.sqrt(q.shape[-1])) if how.scale is None else how
     ids = None if documents is None else gathered(documents, ring.group, ring.ranks)
-    how = ring, causal, scale, window, softcap
-    out: torch.Tensor = _RingAttention.apply(q, k, v, sinks, ids, how)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _RingAttention.apply(q, k, v, sinks, ids, (ring, *known))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -149,17 +147,9 @@ def _unpacked(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     return x[: k.numel()].view(k.shape), x[k.numel() :].view(v.shape)
 
 
-def _documents(ids: torch.Tensor | None, ring: _Ring, source: int, part: Part, length: int) -> Documents | None:
+def _documents(ids: torch.Tensor | None, ring: _Ring, source: int, part: Part) -> Documents | None:
     """Return the documents of a part's queries and keys."""
-    if ids is None:
-        return None
-    spans = ((ids[ring.index], part.queries), (ids[source], part.keys))
-    rows, columns = (x[:, span[0] * length : span[1] * length] for x, span in spans)
-    return rows, columns
-
-
-def _chunks(x: torch.Tensor, span: tuple[int, int], length: int) -> torch.Tensor:
-    return x[:, :, span[0] * length : span[1] * length]
+    return None if ids is None else documents_in(part, ids[ring.index], ids[source])
 
 
 class _RingAttention(torch.autograd.Function):
@@ -171,7 +161,7 @@ class _RingAttention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
         ids: torch.Tensor | None,
-        how: tuple[_Ring, bool, float, int | None, float | None],
+        how: tuple[Any, ...],
     ) -> torch.Tensor:
         result, lse = _operator("forward", q, k, v, ids, how) if in_graph() else _forward(q, k, v, ids, *how)
         if sinks is not None:
@@ -198,10 +188,7 @@ def _forward(
     v: torch.Tensor,
     ids: torch.Tensor | None,
     ring: _Ring,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result, [b, h, 2 l, e], and the log-sum-exp of all scores, [b, h, 2 l], float32 or wider."""
     length = q.shape[2] // 2
@@ -210,11 +197,11 @@ def _forward(
     lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
     for source, buffer in ring.rotate(_packed(k, v)):
         keys, values = _unpacked(buffer, k, v)
-        for part in parts_of(ring.index, source, ring.ranks, length, causal, window, softcap):
-            rows, mine, ends = (_chunks(x, part.queries, length) for x in (q, out, lse))
-            there, given = (_chunks(x, part.keys, length) for x in (keys, values))
-            same = _documents(ids, ring, source, part, length)
-            join(mine, ends, *attend(rows, there, given, part, scale, same))
+        for part in parts_of(ring.index, source, ring.ranks, length, Pattern(*how)):
+            rows, mine, ends = (tokens_in(x, part.queries) for x in (q, out, lse))
+            there, given = (tokens_in(x, part.keys) for x in (keys, values))
+            same = _documents(ids, ring, source, part)
+            join(mine, ends, *attend(rows, there, given, part, how[1], same))
     return out.to(q.dtype), lse
 
 
@@ -228,10 +215,7 @@ def _backward(
     ids: torch.Tensor | None,
     back: bool,
     ring: _Ring,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v. Not `back`: those of k and v are not needed, and not summed over ranks."""
     length = q.shape[2] // 2
@@ -244,14 +228,14 @@ def _backward(
         keys, values = _unpacked(buffer, k, v)
         mine = own if source == ring.index else torch.zeros_like(own)
         for_k, for_v = _unpacked(mine, k, v)
-        for part in parts_of(ring.index, source, ring.ranks, length, causal, window, softcap):
-            arrived, rows, result, ends = (_chunks(x, part.queries, length) for x in (grad, q, out, lse))
-            there, given = (_chunks(x, part.keys, length) for x in (keys, values))
-            same = _documents(ids, ring, source, part, length)
-            found = attend_backward(arrived, rows, there, given, result, ends, part, scale, same)
-            _chunks(for_q, part.queries, length).add_(found[0])
-            _chunks(for_k, part.keys, length).add_(found[1])
-            _chunks(for_v, part.keys, length).add_(found[2])
+        for part in parts_of(ring.index, source, ring.ranks, length, Pattern(*how)):
+            arrived, rows, result, ends = (tokens_in(x, part.queries) for x in (grad, q, out, lse))
+            there, given = (tokens_in(x, part.keys) for x in (keys, values))
+            same = _documents(ids, ring, source, part)
+            found = attend_backward(arrived, rows, there, given, result, ends, part, how[1], same)
+            tokens_in(for_q, part.queries).add_(found[0])
+            tokens_in(for_k, part.keys).add_(found[1])
+            tokens_in(for_v, part.keys).add_(found[2])
         if not back or source == ring.index:
             continue
         _wait(behind)
@@ -271,9 +255,9 @@ def _backward(
 
 def _operator(name: str, *args: Any) -> Any:
     """Call the operator with the tensors of `_forward` or `_backward`; the last of `args` are their other arguments."""
-    ring, causal, scale, window, softcap = args[-1]
+    ring, *how = args[-1]
     operator = getattr(torch.ops.autoplan_ring, name)
-    return operator(*args[:-1], ring.group.group_name, ring.index, causal, scale, window, softcap)
+    return operator(*args[:-1], ring.group.group_name, ring.index, *how)
 
 
 def _ring_of(name: str, index: int) -> _Ring:
@@ -300,7 +284,7 @@ def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_HOW = "str group, int index, bool causal, float scale, int? window, float? softcap"
+_HOW = f"str group, int index, {PATTERN_ARGUMENTS}"
 _LIBRARY = define_operators(
     "autoplan_ring",
     (

@@ -58,7 +58,7 @@ def choose(
         masked: True if there is a mask besides the following.
         causal: "start": the first query is aligned with the first key; "end": the last query with the last key.
         square: True if there are as many keys as queries.
-        window: True if a query sees only a fixed number of keys, up to its own.
+        window: True if a query sees only a fixed number of keys, up to its own or on both sides of it.
 
     Returns:
         ``flash``: call flash attention directly. ``masked``: make a mask for what torch has no argument for, then
@@ -172,21 +172,28 @@ def refuse_large_scores(
 
 
 def flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    ahead: int | None = None,
 ) -> torch.Tensor:
-    """Flash attention called directly, causal with the last query at the last key. Call it only if `choose` says so.
+    """Flash attention called directly, with the last query at the last key. Call it only if `choose` says so.
 
     Args:
         q: [b, h, s, d]; k: [b, kv, t, d]; v: [b, kv, t, e]; s <= t.
         window: number of keys that a query sees, including its own; None: all keys up to its own.
+        ahead: number of keys behind its own that it sees, too; None: causal.
     """
     size = multiple_of_head(max(k.shape[3], v.shape[3]))
     queries, keys, values = (padded(x, size).transpose(1, 2) for x in (q, k, v))
     out: torch.Tensor = torch.ops.aten._flash_attention_forward(
-        queries, keys, values, None, None, q.shape[2], k.shape[2], 0.0, True, False,
+        queries, keys, values, None, None, q.shape[2], k.shape[2], 0.0, not ahead, False,
         scale=1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
         window_size_left=None if window is None else window - 1,
-        window_size_right=None if window is None else 0,
+        window_size_right=None if window is None else ahead or 0,
     )[0]  # fmt: skip
     return _columns(out.transpose(1, 2), v.shape[3])
 

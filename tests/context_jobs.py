@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from autoplan.runtime.attention import attention
@@ -15,8 +17,7 @@ def attention_job(
     axes: tuple[tuple[str, int], ...],
     how: dict[str, str],
     sizes: tuple[int, int, int, int, int],
-    causal: bool,
-    window: int | None,
+    pattern: dict[str, Any],
     dtype: str,
 ) -> tuple[float, float, float, float]:
     """Largest differences of the output and of the gradients of q, k and v from those of whole sequences.
@@ -24,6 +25,7 @@ def attention_job(
     Args:
         axes: of the mesh; those of the cut sequence, product ``cp``.
         how: keywords of ``attention``.
+        pattern: ``causal``, windows and chunks.
         sizes: sequence, query heads, key-value heads, head dims of keys and of values.
     """
     s, heads, groups, d, e = sizes
@@ -35,11 +37,11 @@ def attention_job(
     )
     mesh = AxisMesh(axes, {"cp": [name for name, _ in axes]} if len(axes) > 1 else {}, device_type="cpu")
     whole = [x.double().clone().requires_grad_() for x in (q, k, v)]
-    want = attention(*whole, causal=causal, scale=0.3, window=window)
+    want = attention(*whole, **pattern, scale=0.3)
     want.backward(grad.double())
     with use_mesh(mesh):
         mine = [context_part(x, "cp", 2).clone().requires_grad_() for x in (q, k, v)]
-        got = attention(*mine, causal=causal, scale=0.3, window=window, **how)
+        got = attention(*mine, **pattern, scale=0.3, **how)
         got.backward(context_part(grad, "cp", 2))
         pairs = [(got.detach(), want.detach()), *((m.grad, w.grad) for m, w in zip(mine, whole, strict=True))]
         return tuple((a.double() - context_part(b, "cp", 2)).abs().max().item() for a, b in pairs)  # type: ignore[return-value]

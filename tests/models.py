@@ -173,6 +173,34 @@ def make_sinks(seed: int = 0, **extra: Any) -> nn.Module:
     return model
 
 
+def make_chunked(seed: int = 0, **extra: Any) -> nn.Module:
+    """A small Llama 4 without experts and rotations, whose layers see chunks of 5 tokens or all, with temperatures."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(seed)
+    kinds = ["chunked_attention", "full_attention"] * 2
+    sizes = {**DENSE, "intermediate_size_mlp": 48, "head_dim": 8, "moe_layers": [], "num_local_experts": 2}
+    sizes |= {"no_rope_layers": [0] * 4, "attn_temperature_tuning": True, "floor_scale": 3, "use_qk_norm": False}
+    chunks = {"attention_chunk_size": 5, "layer_types": kinds, "use_cache": False}
+    model: nn.Module = Llama4ForCausalLM(Llama4TextConfig(**sizes | chunks | {"initializer_range": 0.2} | extra))
+    return model
+
+
+def make_two_sided(seed: int = 0, **extra: Any) -> nn.Module:
+    """A small ModernBERT, whose layers see two tokens on either side, or all."""
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    torch.manual_seed(seed)
+    kinds = ["full_attention", "sliding_attention"] * 2
+    settings: dict[str, Any] = dict(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=64, local_attention=4, layer_types=kinds, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, cls_token_id=1, sep_token_id=2, initializer_range=0.2,
+    )  # fmt: skip
+    model: nn.Module = ModernBertForMaskedLM(ModernBertConfig(**settings | extra))
+    return model
+
+
 def with_documents(batch: dict[str, torch.Tensor], packed: bool, left: bool = False) -> dict[str, torch.Tensor]:
     """Of every sample the first tokens (`left`: the last) alone, padding elsewhere; packed: two documents each."""
     b, s = batch["input_ids"].shape

@@ -142,6 +142,7 @@ LOSSES = {
     "gpt-summed": models.summed_loss,
     "gpt-penalty": models.mean_and_penalty,
 }
+SPECIAL_ATTENTION = {"sinks": models.make_sinks, "chunks": models.make_chunked, "sides": models.make_two_sided}
 ENCODER_DECODER = {"encdec": models.make_encoder_decoder, "t5": models.make_t5, "bart": models.make_bart}
 
 
@@ -167,8 +168,8 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
         return models.make_balanced()
     if family in ("mistral", "mistral-padded", "mistral-packed", "mistral-left", "qwen2-mixed"):
         return models.make_windowed(mixed=family == "qwen2-mixed")
-    if family.split("-")[0] == "sinks":
-        return models.make_sinks()
+    if family.split("-")[0] in SPECIAL_ATTENTION:
+        return SPECIAL_ATTENTION[family.split("-")[0]]()
     if family == "gemma2":
         return models.make_gemma2()
     if family.startswith("llama"):

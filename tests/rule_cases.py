@@ -207,7 +207,13 @@ PRODUCTS = [
 ]
 
 
-def _sdpa(causal: bool, scale: float | None = None, window: int | None = None) -> Callable[..., torch.Tensor]:
+def _sdpa(
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    ahead: int | None = None,
+    chunk: int | None = None,
+) -> Callable[..., torch.Tensor]:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attention written out: no fused kernel, heads repeated."""
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -216,6 +222,11 @@ def _sdpa(causal: bool, scale: float | None = None, window: int | None = None) -
             scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
         if window is not None:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).tril(-window), float("-inf"))
+        if ahead is not None:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(ahead + 1), float("-inf"))
+        if chunk is not None:
+            numbers = torch.arange(scores.shape[-1]) // chunk
+            scores = scores.masked_fill(numbers[:, None] != numbers, float("-inf"))
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         return scores.softmax(-1) @ v
@@ -231,11 +242,10 @@ def _attention(
     mask: str = "",
     causal: bool = True,
     scale: float | None = None,
-    window: int | None = None,
+    **more: int,
 ) -> Case:
     ins = [q, k, v, *([mask] if mask else [])]
-    more = {} if window is None else {"window": window}
-    return case("attention", ins, out, _sdpa(causal, scale, window), causal=causal, scale=scale, **more)
+    return case("attention", ins, out, _sdpa(causal, scale, **more), causal=causal, scale=scale, **more)
 
 
 GQA = ("b, kv group, s, head", "b, kv, s, head", "b, kv, s, head", "b, kv group, s, head")
@@ -245,6 +255,12 @@ ATTENTION = [
     _attention(*GQA, window=3),
     _attention(*GQA, window=1, scale=0.3),
     _attention(*GQA, window=1000),  # longer than the sequence
+    _attention(*GQA, causal=False, window=3, ahead=2, scale=0.3),
+    _attention(*GQA, causal=False, window=1000, ahead=1000),
+    _attention(*GQA, chunk=3, scale=0.3),
+    _attention(*GQA, chunk=4),
+    _attention(*GQA, chunk=1000),
+    _attention("b, heads, s, head", "b, heads, s, head", "b, heads, s, value", "b, heads, s, value", chunk=5),
     _attention("b, heads, s, head", "b, heads, s, head", "b, heads, s, value", "b, heads, s, value", window=5),
     _attention("b, heads, s, head", "b, heads, s, head", "b, heads, s, value", "b, heads, s, value"),
     _attention(

@@ -1,4 +1,4 @@
-"""Record of attention: scaled dot products, with masks, documents, sliding windows."""
+"""Record of attention: scaled dot products, with masks, documents, sliding windows, chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.ops.language import Labels, OpRule, Role, bind, parse
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
 from autoplan.ops.text import OpText
-from autoplan.torch_kernels import LARGEST_HEAD, ROW_BLOCK
+from autoplan.torch_kernels import LARGEST_HEAD, ROW_BLOCK, window_blocks
 from autoplan.units import DTYPE_BYTES, HALF
 
 # -- capture -----------------------------------------------------------------------------------------------------------
@@ -38,10 +38,7 @@ def _masked_attention(a: Args) -> IrResult:
         tensors, attrs["documents"] = (*tensors, a["documents"]), True
     if a.get("sinks") is not None:
         tensors, attrs["sinks"] = (*tensors, a["sinks"]), True
-    if a.get("window") is not None:
-        attrs["window"] = a["window"]
-    if a.get("softcap") is not None:
-        attrs["softcap"] = a["softcap"]
+    attrs |= {name: a[name] for name in ("window", "ahead", "chunk", "softcap") if a.get(name) is not None}
     return IrOp("attention", tensors, attrs)
 
 
@@ -84,20 +81,42 @@ def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
     return points.scale(Fraction(1, 2)) if node.attrs.get("causal") else points
 
 
-def window_share(node: Node, num_keys: float) -> float:
-    """Return the part of the arithmetic of causal attention (see `flops`) that a sliding window leaves.
+def seen_share(node: Node, num_keys: float) -> float:
+    """Return the part of the arithmetic that `flops` counts which windows and chunks leave.
 
-    Query i sees keys i - window + 1 to i: s w - w^2 / 2 points of the causal s^2 / 2.
+    A causal window: query i sees keys i - window + 1 to i, s w - w^2 / 2 points of the causal s^2 / 2. On both sides:
+    all but the corners before and after it, of s^2. Chunks: a causal square each.
     """
-    window = node.attrs.get("window")
-    if window is None or window >= num_keys:
-        return 1.0
-    return 1.0 - (1.0 - float(window) / num_keys) ** 2
+    n, sizes = num_keys, (node.attrs.get(name) for name in ("window", "ahead", "chunk"))
+    window, ahead, chunk = (None if size is None else float(size) for size in sizes)
+    if chunk is not None and chunk < n:
+        return (n // chunk * chunk**2 + (n % chunk) ** 2) / n**2
+    if ahead is not None and window is not None:
+        corners = (max(0.0, n - window), max(0.0, n - 1 - ahead))
+        return 1.0 - sum(x * (x + 1) for x in corners) / 2 / n**2
+    return 1.0 if window is None or window >= n else 1.0 - (1.0 - window / n) ** 2
 
 
-def is_in_parts(attrs: Mapping[str, Any]) -> bool:
-    """Return True for attention with sinks or capped scores, which torch has no kernel for (runtime/in_parts.py)."""
-    return bool(attrs.get("sinks") or attrs.get("softcap"))
+def _as_run(f: OpFacts, num_keys: int | None = None) -> OpFacts:
+    """Return attention without the attributes that hide nothing, as `Pattern.within` of runtime/parts.py does.
+
+    Args:
+        num_keys: of the whole sequence; None: those of the input.
+    """
+    n = f.inputs[1].shape[2] if num_keys is None else num_keys
+    window, ahead, chunk = (f.attrs.get(name) for name in ("window", "ahead", "chunk"))
+    if f.attrs.get("documents") and chunk is not None:
+        window, chunk = chunk, None
+    if chunk is not None and chunk >= n:
+        chunk = None
+    if ahead is None or ahead >= n - 1:
+        window, ahead = (None, None) if window is None or window >= n else (window, ahead)
+    return replace(f, attrs={**f.attrs, "window": window, "ahead": ahead, "chunk": chunk})
+
+
+def _is_in_parts(f: OpFacts) -> bool:
+    """Return True for attention that torch has no kernel for (runtime/in_parts.py)."""
+    return any(f.attrs.get(name) for name in ("sinks", "softcap", "chunk"))
 
 
 def unfused_in_megatron(attrs: Mapping[str, Any]) -> bool:
@@ -113,7 +132,8 @@ def computed_on_cpu(f: OpFacts) -> tuple[OpKind, float]:
 
     A mask halves nothing there, and windows are blocks (`_in_blocks`); attention in parts has blocks of rows.
     """
-    if is_in_parts(f.attrs):
+    f = _as_run(f)
+    if _is_in_parts(f):
         kind = OpKind.PRODUCT if is_in_row_blocks(f) else OpKind.ATTENTION
         return kind, 2.0 * f.inputs[0].num_elements // f.inputs[0].shape[-1] * keys_per_query(f) * _widths(f)
     there = _in_blocks(f) if _is_windowed(f) else f
@@ -147,13 +167,17 @@ def _repeats(f: OpFacts) -> int:
     return 1 if by_flash else q.shape[1] // k.shape[1]
 
 
-def needs_causal_mask(f: OpFacts) -> bool:
+def needs_causal_mask(f: OpFacts, num_keys: int) -> bool:
     """Return True if attention of queries that end with the keys is given a mask (`choose` of runtime/sdpa.py).
 
     Flash attention on CUDA takes 16 bits and causal masks that end with the keys, but no documents.
+
+    Args:
+        num_keys: of the whole sequence.
     """
+    f = _as_run(f, num_keys)
     q, k, v = f.inputs[:3]
-    if is_in_parts(f.attrs):
+    if _is_in_parts(f) or f.attrs["ahead"] is not None:
         return False
     if f.attrs.get("documents") or not f.attrs.get("causal"):
         return bool(f.attrs.get("documents"))
@@ -217,38 +241,59 @@ def _composed_workspace(f: OpFacts) -> tuple[int, int]:
 
 
 def _in_blocks(f: OpFacts) -> OpFacts:
-    """Return attention in a window as it runs: blocks of queries, and of twice as many keys and values.
+    """Return attention in a window as it runs: blocks of queries, and of the keys and values near them.
 
-    Blocks are of the window, as sequences of their own (`autoplan.runtime.attention._windowed`).
+    Blocks are sequences of their own (`autoplan.runtime.attention._windowed`).
     """
-    window = int(f.attrs["window"])
-    num_blocks = -(-f.inputs[0].shape[2] // window)
+    f, length = _as_run(f), f.inputs[0].shape[2]
+    size, before, behind = window_blocks(f.attrs["window"], f.attrs["ahead"], length)
+    num_blocks = -(-length // size)
 
-    def blocks(t: TensorFacts, times: int) -> TensorFacts:
+    def blocks(t: TensorFacts, length: int) -> TensorFacts:
         b, heads, _, d = t.shape
-        return replace(t, shape=(b * num_blocks, heads, times * window, d))
+        return replace(t, shape=(b * num_blocks, heads, length, d))
 
-    q, k, v = f.inputs[:3]
-    ins = blocks(q, 1), blocks(k, 2), blocks(v, 2)
-    mask = TensorFacts((ins[0].shape[0], 1, window, 2 * window), "bool", False)
+    q, *keys = f.inputs[:3]
+    near = before + size + behind
+    ins = blocks(q, size), *(blocks(t, near) for t in keys)
+    mask = TensorFacts((ins[0].shape[0], 1, size, near), "bool", False)
     return replace(f, inputs=(*ins, mask), attrs={**f.attrs, "causal": False, "documents": False})
 
 
 def _is_windowed(f: OpFacts) -> bool:
-    return f.attrs.get("window") is not None and int(f.attrs["window"]) < f.inputs[0].shape[2]
+    return _as_run(f).attrs["window"] is not None
 
 
 def _windowed_extra(f: OpFacts) -> tuple[int, ...]:
     """Return the bytes of attention in a window: its blocks, and what attention keeps of them."""
     there = _in_blocks(f)
     q, k, v = there.inputs[:3]
-    if _is_composed(there):
-        return (*_composed_extra(there), *(() if _copies_values(there) else (v.num_bytes,)))
-    out = replace(q, shape=(*q.shape[:3], v.shape[3]))
-    # Windows alone are taken by flash attention on most GPUs, without blocks: for them this is an upper bound.
     alone = q.dtype in HALF and not f.attrs.get("documents")
-    read = (k.num_bytes, v.num_bytes) if alone else _repeated(there)
-    return (q.num_bytes, *read, out.num_bytes, *_own_mask_extra(there))
+    keys, values = (_blocks_bytes(f, t) for t in (k, v))
+    if _is_composed(there):
+        return (*_composed_extra(there), *(() if _copies_values(there) else (values,)))
+    read = (keys, values) if alone or _repeats(there) == 1 else _repeated(there)
+    out = () if _has_views(f) else (replace(q, shape=(*q.shape[:3], v.shape[3])).num_bytes,)
+    return (q.num_bytes, *read, *out, *_own_mask_extra(there))
+
+
+def _has_views(f: OpFacts) -> bool:
+    """Return True where blocks of one sample are views: of keys and values, which overlap, and of the result.
+
+    Windows alone are taken by flash attention on most GPUs, without blocks: for them all blocks are an upper bound.
+    """
+    alone = f.inputs[0].dtype in HALF and not f.attrs.get("documents") and f.device_type != "cpu"
+    return f.inputs[0].shape[0] == 1 and not alone
+
+
+def _blocks_bytes(f: OpFacts, blocks: TensorFacts) -> int:
+    """Return the bytes of blocks of keys or values."""
+    if not _has_views(f):
+        return blocks.num_bytes
+    num_blocks, heads, _, d = blocks.shape
+    attrs = _as_run(f).attrs
+    size, before, behind = window_blocks(attrs["window"], attrs["ahead"], f.inputs[0].shape[2])
+    return replace(blocks, shape=(1, heads, before + num_blocks * size + behind, d)).num_bytes
 
 
 def _windowed_workspace(f: OpFacts) -> tuple[int, int]:
@@ -277,7 +322,8 @@ _REPEATED = keeps(
 _OWN_MASK_REPEATED = keeps(
     "x0<0,1,2 y0<0,1,2", Form.NEW, extra=lambda f: (*_own_mask_extra(f), *_repeated(f)), workspace=_workspace
 )
-_WINDOWED = keeps("", Form.NEW, extra=_windowed_extra, workspace=_windowed_workspace)
+# without and with a result that is a view of the blocks
+_WINDOWED = [keeps(out, Form.NEW, extra=_windowed_extra, workspace=_windowed_workspace) for out in ("", "y0<0,1,2")]
 # without and with copied values
 _COMPOSED = [
     keeps(values, Form.NEW, extra=_composed_extra, workspace=_composed_workspace) for values in ("x2<0,1,2", "")
@@ -289,9 +335,10 @@ def is_in_row_blocks(f: OpFacts) -> bool:
 
     On CUDA flash attention takes all but documents, capped scores and 32 bits; windows on most GPUs.
     """
-    if not is_in_parts(f.attrs):
+    f = _as_run(f)
+    if not _is_in_parts(f):
         return False
-    if f.attrs.get("documents") or f.attrs.get("softcap") or (f.device_type == "cpu" and _is_windowed(f)):
+    if f.attrs.get("documents") or f.attrs.get("softcap") or (f.device_type == "cpu" and f.attrs["window"] is not None):
         return True
     q, k, v = f.inputs[:3]
     return f.device_type != "cpu" and (q.dtype not in HALF or max(k.shape[3], v.shape[3]) > LARGEST_HEAD)
@@ -302,16 +349,19 @@ def keys_per_query(f: OpFacts) -> float:
 
     Of a cut sequence the queries are a part, from all over it.
     """
-    keys = f.inputs[1].shape[2]
-    if not f.attrs.get("causal"):
+    f, keys = _as_run(f), f.inputs[1].shape[2]
+    window, ahead = f.attrs["window"] or keys, f.attrs["ahead"]
+    if not f.attrs.get("causal") and ahead is None:
         return keys
-    if not is_in_row_blocks(f):
-        return keys / 2
-    window = f.attrs["window"] if f.attrs.get("window") is not None else keys
-    total = 0
-    for first in range(0, keys, ROW_BLOCK):
-        last = min(first + ROW_BLOCK, keys)
-        total += (last - first) * (last - max(0, first - window + 1))
+    length = f.attrs["chunk"] or keys
+    in_rows, total = is_in_row_blocks(f), 0.0
+    for here, times in ((length, keys // length), (keys % length, 1)):
+        if not in_rows:
+            total += times * here * here / 2
+            continue
+        for first in range(0, here, ROW_BLOCK):
+            last = min(first + ROW_BLOCK, here)
+            total += times * (last - first) * (min(here, last + (ahead or 0)) - max(0, first - window + 1))
     return total / keys
 
 
@@ -320,12 +370,25 @@ def _widths(f: OpFacts) -> int:
 
 
 def _in_parts_workspace(f: OpFacts) -> tuple[int, int]:
-    """Return the bytes of scores, their mask and probabilities of a block of queries, and of their gradients."""
+    """Return the bytes of scores, their mask and probabilities of a block of queries, and of their gradients.
+
+    Where a kernel holds none, those of the part that it computes, and of its gradients.
+    """
+    f, chunk = _as_run(f), _as_run(f).attrs["chunk"]
     if not is_in_row_blocks(f):
-        return _workspace(f)
+        if chunk is None:
+            return _workspace(f)
+        q, k, v = (replace(t, shape=(*t.shape[:2], min(chunk, t.shape[2]), t.shape[3])) for t in f.inputs[:3])
+        part = replace(f, inputs=(q, k, v, *f.inputs[3:]))
+        forward, backward = _workspace(part)
+        rows = q.num_elements // q.shape[-1]
+        made = rows * (v.shape[-1] * DTYPE_BYTES[q.dtype] + statistics_bytes(q.dtype))
+        return (forward + made, backward + q.num_bytes + k.num_bytes + v.num_bytes)
     q, k = f.inputs[:2]
-    rows = min(ROW_BLOCK, q.shape[2])
-    keys = min(k.shape[2], rows + f.attrs["window"]) if _is_windowed(f) else k.shape[2]
+    rows = min(ROW_BLOCK, q.shape[2], chunk or ROW_BLOCK)
+    keys = min(k.shape[2], chunk or k.shape[2])
+    if f.attrs["window"] is not None:
+        keys = min(keys, rows + f.attrs["window"] + (f.attrs["ahead"] or 0))
     scores = q.shape[0] * q.shape[1] * rows * keys * statistics_bytes(q.dtype)
     return (2 * scores, 4 * scores)
 
@@ -334,10 +397,11 @@ _IN_PARTS = keeps("x0<0,1,2 x1<0,1,2 x2<0,1,2 y0<0,1,2", Form.NEW, extra=_lse, w
 
 
 def _form(f: OpFacts) -> SavedRule | None:
-    if is_in_parts(f.attrs):
+    f = _as_run(f)
+    if _is_in_parts(f):
         return _IN_PARTS
     if _is_windowed(f):
-        return _WINDOWED
+        return _WINDOWED[_has_views(f) and not _is_composed(_in_blocks(f))]
     if _is_composed(f):
         return _COMPOSED[_copies_values(f)]
     if _repeats(f) > 1:
@@ -347,23 +411,24 @@ def _form(f: OpFacts) -> SavedRule | None:
 
 def _has_own_mask(f: OpFacts) -> bool:
     own = f.attrs.get("causal") or f.attrs.get("documents")
-    if is_in_parts(f.attrs):
+    if _is_in_parts(f):
         return False
     return len(f.inputs) > 3 and bool(f.inputs[3].dtype == "bool" or own)
 
 
 def taking_groups(f: OpFacts) -> SavedRule:
     """Return the rule of kernels that take grouped heads in all dtypes, together with masks or windows."""
-    return _OWN_MASK if f.attrs.get("window") is None and _has_own_mask(f) else PLAIN_ATTENTION
+    f = _as_run(f)
+    return _OWN_MASK if f.attrs["window"] is None and _has_own_mask(f) else PLAIN_ATTENTION
 
 
 def _text(t: OpText) -> str:
     names = [name for name in ("documents", "sinks") if t.attrs.get(name)] or ["mask"]
     mask = "".join(f", {name}={given}" for name, given in zip(names, t.args[3:], strict=False))
     scale = t.attrs["scale"]
-    softcap = f", softcap={t.attrs['softcap']!r}" if t.attrs.get("softcap") is not None else ""
-    window = f", window={t.attrs['window']}" if t.attrs.get("window") is not None else ""
-    how = f"causal={t.attrs['causal']}, scale={scale!r}{window}{softcap}"
+    more = ("window", "ahead", "chunk", "softcap")
+    pattern = "".join(f", {name}={t.attrs[name]!r}" for name in more if t.attrs.get(name) is not None)
+    how = f"causal={t.attrs['causal']}, scale={scale!r}{pattern}"
     return f"attention({', '.join(t.args[:3])}{mask}, {how}{t.over})"
 
 

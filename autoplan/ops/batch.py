@@ -42,11 +42,22 @@ def _result(
         return None if any(places) else _over_all_parts(op, inputs)
     if Trait.CAST in op.traits and inputs == (P,) and "float" in block.values[node.outputs[0]].dtype:
         return [P]  # a term of the loss: each part is rounded
+    if symbol == "s" and counts_tokens(node, block):
+        return [p[0] for p in places]
     if symbol == "s" and not _of_a_sequence(node, op, inputs):
         return None
     if symbol == "s" and op.kind is OpKind.ATTENTION:
         return [p[0] for p in places]
     return _split(node, block, factors, inputs, places)
+
+
+def counts_tokens(node: Node, block: Block) -> bool:
+    """Return True for the places of all tokens, which a block with parameters takes for its part of a cut sequence.
+
+    Blocks without parameters may be free calls, which make whole sequences.
+    """
+    whole = node.op == "arange" and (node.attrs["start"], node.attrs["end"]) == (0, Expr.symbol("s"))
+    return whole and bool(block.params)
 
 
 _JOIN_PARTS = {Trait.SUMS_RANKS, Trait.EXTREME_OF_RANKS}

@@ -77,6 +77,8 @@ def _factory(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 
 
 def _arange(t: OpText) -> str:
+    if t.over:
+        return f"context_positions(s, {t.over}, torch.{t.attrs['dtype']}, device)"
     start = f"{literal(t.attrs['start'])}, " if t.attrs["start"] else ""
     return f"torch.arange({start}{literal(t.attrs['end'])}, dtype=torch.{t.attrs['dtype']}, device=device)"
 

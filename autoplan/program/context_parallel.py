@@ -13,6 +13,7 @@ from autoplan.config.context_methods import GATHER, RING, ULYSSES, ContextMethod
 from autoplan.errors import RuleError
 from autoplan.ir.symbols import Expr
 from autoplan.ops.attention import taking_groups
+from autoplan.ops.batch import counts_tokens
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, extra_bytes, kept, workspace_bytes
 from autoplan.ops.strides import Ints
@@ -39,7 +40,11 @@ def context_parallelism(degree: int, methods: Mapping[str, ContextMethod], *, me
             A compiler does not send anything twice.
     """
 
+    def counting(lowered: LoweredBlock, op: Op) -> Op:
+        return replace(op, over=(("axis", "cp"),)) if counts_tokens(op.node, lowered.block) else op
+
     def rewritten(lowered: LoweredBlock) -> LoweredBlock:
+        lowered = lowered.map_ops(OpKind.FACTORY, lambda op: counting(lowered, op))
         method = methods.get(lowered.block.name)
         if method is None or (megatron and method.ulysses == 1):
             return lowered.map_ops(OpKind.ATTENTION, lambda op: _as_megatron(lowered, op, degree, megatron))

@@ -154,7 +154,7 @@ def _gathered_extra(ways: int) -> Callable[[OpFacts], tuple[int, ...]]:
         out = rows * v.shape[-1] * width
         kept = (ways * (k.num_bytes + v.num_bytes), out, rows * max(4, width))
         seen = q.shape[2] * k.shape[2] * (2 * ways + 1) // 4
-        return (*kept, seen * width) if needs_causal_mask(f) else kept
+        return (*kept, seen * width) if needs_causal_mask(f, ways * k.shape[2]) else kept
 
     return extra
 

@@ -17,7 +17,7 @@ from autoplan.cost_models.work import OpWork, Plain
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, Layout
 from autoplan.ir.symbols import Expr
-from autoplan.ops.attention import window_share
+from autoplan.ops.attention import seen_share
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import OpFacts, TensorFacts
 from autoplan.ops.strategies import Strategy
@@ -131,7 +131,7 @@ class OpCosts:
             found = self.number(self._facts.flops(block, node))
             # attention sees the keys of the whole sequence; causal halves are balanced over the ranks
             if op_kind(node.op) is OpKind.ATTENTION:
-                found *= self.context * window_share(node, self.num_keys(block, node))
+                found *= self.context * seen_share(node, self.num_keys(block, node))
             self._flops[key] = found
         return found
 

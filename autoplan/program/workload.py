@@ -14,7 +14,7 @@ from autoplan.config.precision import ONE_SCALE
 from autoplan.cost_models.work import BlockWork, CommWork, Gathered, OpWork, ParamWork, Recomputed, TiedParam, Workload
 from autoplan.ir.graph import Block, ModelGraph, Node
 from autoplan.ir.layout import ConversionKind
-from autoplan.ops.attention import window_share
+from autoplan.ops.attention import seen_share
 from autoplan.ops.experts import FIRST, SECOND, expert_sizes
 from autoplan.ops.products import packed_weights
 from autoplan.ops.record import OpKind, Trait
@@ -244,7 +244,7 @@ def _node_flops(block: Block, node: Node, op_costs: OpCosts) -> float:
     forward = op_costs.number(flops(node, block.values, rule_for(node, block.values)))
     if op.kind is OpKind.ATTENTION:
         forward *= op_costs.context * (2.0 if node.attrs.get("causal") else 1.0)
-        forward *= window_share(node, op_costs.num_keys(block, node))  # as Megatron Bridge counts
+        forward *= seen_share(node, op_costs.num_keys(block, node))  # as Megatron Bridge counts
     if not any(block.values[o].requires_grad for o in node.outputs):
         return forward
     frozen = any(i in block.params and not block.values[i].requires_grad for i in node.inputs[:2])

@@ -485,7 +485,7 @@ def _attention(op: OpWork, method: ContextMethod | None, cp: int) -> list[tuple[
     what = BY_PRODUCTS if kind is OpKind.PRODUCT else BY_ATTENTION
     if method is None:
         return [(what, flops, 0.0)]
-    seen = facts.attrs.get("window") or facts.attrs.get("documents")
+    seen = any(facts.attrs.get(name) for name in ("window", "chunk", "documents"))
     if what == BY_ATTENTION and method.inner != GATHER and not seen:
         return [(what, op.flops, 0.0)]
     q, k, v = op.inputs[:3]
@@ -493,6 +493,8 @@ def _attention(op: OpWork, method: ContextMethod | None, cp: int) -> list[tuple[
     most = 2.0 * pairs * (q.shape[-1] + v.shape[-1])
     if method.inner == RING and seen:
         return [(BY_PRODUCTS, 0.0, most), (BY_ATTENTION, 0.0, most)]
+    if facts.attrs.get("chunk"):  # whose ends need not be those of the ranks' parts: some see more than others
+        return [(what, 0.0, most)]
     return [(what, op.flops, most - op.flops)]
 
 

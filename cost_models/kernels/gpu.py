@@ -223,7 +223,7 @@ class KernelTimings:
         queries: float,
         head_dims: float,
         moved: float,
-        causal: bool,
+        edges: int,
         kernel: Attention = Attention.FUSED,
         narrow: float = 1.0,
     ) -> Seconds:
@@ -234,10 +234,11 @@ class KernelTimings:
             heads: Heads of all sequences.
             head_dims: Head dim of keys plus head dim of values.
             moved: Memory traffic of the phase in bytes.
+            edges: Diagonals beside which a mask hides a part of every tile.
             narrow: Speed of its products over those in 16 bits; the exponentials, which short heads pay for, stay.
         """
         fit = self.attention if phase == "forward" else self.backward
-        keys = flops / (2.0 * heads * queries * head_dims) + DIAGONAL * causal
+        keys = flops / (2.0 * heads * queries * head_dims) + DIAGONAL * edges
         tiles = heads * math.ceil(queries / QUERIES_PER_TILE) / self.units
         area = QUERIES_PER_TILE * head_dims * (1.0 if phase == "forward" else BACKWARD_FLOPS)
         share = self.sustained(KernelKind.HALF) * self.steps.attention_share * self.older.get(kernel, 1.0)

@@ -6,7 +6,7 @@ Each answers with the seconds of one phase, or None where an operation has no su
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autoplan.config.parallel import Attention, Mode, RunOptions
@@ -23,7 +23,7 @@ from autoplan.cost_models.kernels.gpu import (
     training_speed,
 )
 from autoplan.cost_models.quantity import Tag
-from autoplan.cost_models.work import OpWork
+from autoplan.cost_models.work import OpWork, Plain
 from autoplan.ops.attention import is_in_row_blocks, keys_per_query, unfused_in_megatron
 from autoplan.ops.experts import FIRST, FIRST_BIAS, SECOND, expert_sizes
 from autoplan.ops.record import OpKind
@@ -201,6 +201,11 @@ def _facts(work: OpWork) -> OpFacts:
 _JOIN_BYTES = {"forward": 10.0, "backward": 20.0}
 
 
+def _edges(attrs: Mapping[str, Plain]) -> int:
+    """Return how many diagonals cut through tiles: a causal one, or both of a window on two sides."""
+    return 2 if attrs.get("ahead") is not None else int(bool(attrs.get("causal")))
+
+
 def _attention_s(work: OpWork, phase: str, device: Device, known: KernelTimings, kernel: Attention) -> Seconds | None:
     if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
         return None
@@ -213,7 +218,7 @@ def _attention_s(work: OpWork, phase: str, device: Device, known: KernelTimings,
         queries=query.shape[-2],
         head_dims=query.shape[-1] + value.shape[-1],
         moved=phase_bytes(work, phase),
-        causal=bool(dict(work.attrs).get("causal")),
+        edges=_edges(dict(work.attrs)),
         kernel=kernel,
         narrow=NARROW_SPEED if dict(work.attrs).get("narrow") else 1.0,
     )

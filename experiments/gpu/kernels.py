@@ -333,7 +333,7 @@ def _ring(run: Run, heads: int, groups: int, length: int, head: int, dtype: torc
         lse = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
         low, high = slice(0, half), slice(half, length)
         parts = ((low, low, "causal"), (high, low, "full"), (high, high, "causal"))
-        whole = Part((0, 2), (0, 2), "causal")
+        whole = Part((0, half), (0, half), "causal")
         for rows, columns, kind in parts:
             part = replace(whole, kind=kind)
             found = attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], part, scale)

@@ -14,6 +14,7 @@ from parity import cluster_of, worst
 from plain_models import assert_equal as equal_at_all_degrees
 from test_faithful import Model, given, run
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoplan.capture.export import capture
 from autoplan.capture.frontend import hf_attention
@@ -171,6 +172,58 @@ def bloom() -> nn.Module:
 def test_the_program_is_the_module(make: Callable[[], nn.Module], with_padding: bool) -> None:
     batch = models.token_batch(2, SEQ, vocab=VOCAB)
     assert_equal(make().eval(), padded(batch) if with_padding else batch)
+
+
+def with_holes(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Padding before, between and behind valid tokens, longer than a chunk."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :4], mask[1, :1], mask[1, 2:11] = 0, 0, 0
+    return {**batch, "attention_mask": mask}
+
+
+CHUNKS = {"causal": True, "chunk": 5, "window": None, "ahead": None}
+TWO_SIDES = {"causal": False, "chunk": None, "window": 3, "ahead": 2}
+PLAIN = {"causal": True, "chunk": None, "window": None, "ahead": None}
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [(chunked, CHUNKS), (modern_bert, TWO_SIDES), (lambda: falcon(False), PLAIN)],
+    ids=["chunks", "two-sided-window", "torch-s-own"],
+)
+@pytest.mark.parametrize("with_padding", [False, True])
+def test_local_attention_is_one_op_without_a_mask(
+    make: Callable[[], nn.Module], how: dict[str, Any], with_padding: bool
+) -> None:
+    batch = models.token_batch(2, SEQ, vocab=VOCAB)
+    graph = assert_equal(make().eval(), with_holes(batch) if with_padding else batch)
+    nodes = [n for block in graph.blocks.values() for n in block.nodes if n.op == "attention"]
+    assert any({name: n.attrs.get(name) for name in how} == how for n in nodes) and "softmax" not in ops(graph)
+    assert all(bool(n.attrs.get("documents")) == with_padding and len(n.inputs) == 3 + with_padding for n in nodes)
+
+
+def test_chunks_of_packed_documents_begin_with_the_document() -> None:
+    model = chunked()
+    model.config.use_cache = False  # with a cache transformers finds no documents
+    batch = models.token_batch(2, SEQ, vocab=VOCAB)
+    batch["position_ids"] = torch.cat((torch.arange(7), torch.arange(5))).expand(2, -1).contiguous()
+    graph = assert_equal(model.eval(), batch)
+    attrs = [n.attrs for block in graph.blocks.values() for n in block.nodes if n.op == "attention"]
+    assert [(a.get("chunk"), a["documents"]) for a in attrs] == [(5, True), (None, True)]
+
+
+def test_positions_repeated_over_the_batch_are_no_documents() -> None:
+    """As Whisper's decoder makes them."""
+    from autoplan.capture.frontend.masks import document_starts
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        once = torch.arange(x.shape[1]).unsqueeze(0)
+        found.append([document_starts(p) is None for p in (once.repeat(2, 1), once.repeat(1, 2))])
+        return x
+
+    found: list[list[bool]] = []
+    make_fx(forward)(torch.zeros(2, 4))
+    assert found == [[True, False]]
 
 
 def test_alibi_that_the_model_adds_itself() -> None:

@@ -452,7 +452,7 @@ def test_the_fit_and_the_planner_have_one_model() -> None:
         for b in (False, True)
     ]
     got = Attention(both).with_again(kernels.data("attention")["backward"]).model(Fitted(core))
-    shape = {"flops": work.flops, "heads": 32, "queries": 2048, "head_dims": 256, "causal": True}
+    shape = {"flops": work.flops, "heads": 32, "queries": 2048, "head_dims": 256, "edges": 1}
     one, two = (
         burst.attention_s(H100, phase, moved=moved, **shape)
         for phase, moved in (("forward", work.moved_bytes), ("backward", 2 * work.moved_bytes))

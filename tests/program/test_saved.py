@@ -186,6 +186,7 @@ class OnGpu:
     causal: bool = True
     mask: str = ""  # "bool", "additive" or "documents"
     window: int | None = None
+    ahead: int | None = None
 
 
 ON_GPU = [
@@ -197,6 +198,7 @@ ON_GPU = [
     OnGpu("float32", dtype="float32"),
     OnGpu("as many key heads", groups=8, mask="bool", causal=False),
     OnGpu("documents in windows", mask="documents", window=16),
+    OnGpu("documents in windows on both sides", mask="documents", window=9, ahead=8, causal=False),
 ]
 
 
@@ -216,7 +218,7 @@ def test_attention_on_a_gpu_keeps_repeated_keys_where_its_kernel_takes_no_groups
     for module in (sdpa, runtime_attention):
         monkeypatch.setattr(module, "choose_for", choice)
     q, k, v = (torch.zeros(2, heads, s, 16, dtype=dtype).requires_grad_() for heads in (8, case.groups, case.groups))
-    how: dict[str, Any] = {"causal": case.causal, "scale": None, "window": case.window}
+    how: dict[str, Any] = {"causal": case.causal, "scale": None, "window": case.window, "ahead": case.ahead}
     facts = [TensorFacts(tuple(x.shape), case.dtype, True) for x in (q, k, v)]
     if case.mask == "documents":
         how["documents"] = torch.zeros(2, s, dtype=torch.int64)
@@ -227,7 +229,7 @@ def test_attention_on_a_gpu_keeps_repeated_keys_where_its_kernel_takes_no_groups
     kept = Kept()
     with fake_group(1), use_mesh(AxisMesh([("tp", 1)])), saved_tensors_hooks(kept.pack, lambda x: x):
         out = attention(q, k, v, **how)
-    attrs = {"causal": case.causal, "window": case.window, "documents": case.mask == "documents"}
+    attrs = {"causal": case.causal, "window": case.window, "ahead": case.ahead, "documents": case.mask == "documents"}
     given = OpFacts("attention", attrs, tuple(facts), (facts[0],), device_type="cuda")
     rule = saved_rule(given)
     sizes = {f"x{i}": fact.num_bytes for i, fact in enumerate(facts)} | {"y0": out.numel() * out.element_size()}

@@ -228,9 +228,38 @@ CAPPED = UNTIED | {
 }
 
 
+CHUNKS = UNTIED | {
+    "model_type": "llama4_text",
+    "architectures": ["Llama4ForCausalLM"],
+    "intermediate_size_mlp": UNTIED["intermediate_size"],
+    "moe_layers": [],
+    "num_local_experts": 2,
+    "head_dim": 64,
+    "attention_chunk_size": 1500,
+    "layer_types": ["chunked_attention"] * UNTIED["num_hidden_layers"],
+    "no_rope_layers": [0] * UNTIED["num_hidden_layers"],
+    "attn_temperature_tuning": False,
+    "use_qk_norm": False,
+}
+TWO_SIDES = UNTIED | {
+    "model_type": "modernbert",
+    "architectures": ["ModernBertForMaskedLM"],
+    "local_attention": 256,
+    "layer_types": ["sliding_attention"] * UNTIED["num_hidden_layers"],
+    **dict.fromkeys(("bos_token_id", "cls_token_id"), 1),
+    **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
+    "pad_token_id": 0,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "pins"),
     [
+        (CHUNKS, {"tp": 1}),
+        (CHUNKS, {"tp": 1, "cp": 2, "context_method": "ring"}),
+        (CHUNKS, {"tp": 1, "cp": 2, "context_method": "gather"}),
+        (TWO_SIDES, {"tp": 1}),
+        (TWO_SIDES, {"tp": 1, "cp": 2, "context_method": "ring"}),
         (SINKS, {"tp": 1}),
         (SINKS, {"tp": 1, "cp": 2, "context_method": "ring"}),
         (CAPPED, {"tp": 1}),

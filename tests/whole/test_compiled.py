@@ -84,6 +84,8 @@ CASES = [
     Case("llama", compile="aot_eager", recompute="offload"),
     pytest.param(Case("sinks", compile="aot_eager", num_micro_batches=2), marks=pytest.mark.slow),
     pytest.param(Case("gemma2", compile="aot_eager", recompute="full"), marks=pytest.mark.slow),
+    pytest.param(Case("chunks", compile="aot_eager", num_micro_batches=2), marks=pytest.mark.slow),
+    pytest.param(Case("sides", compile="aot_eager"), marks=pytest.mark.slow),
     pytest.param(Case("sinks", compile="inductor"), marks=(NEEDS_COMPILER, pytest.mark.slow)),
     pytest.param(Case("llama", compile="inductor"), marks=NEEDS_COMPILER),
 ]

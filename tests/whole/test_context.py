@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
@@ -27,7 +26,7 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.ops.batch import context_obstacle
 from autoplan.ops.saved import OpFacts, TensorFacts, extra_bytes, kept
 from autoplan.program.megatron_kernels import Kernels, rule_of
-from autoplan.runtime.parts import Part, attend, attend_backward
+from autoplan.runtime.parts import Part, Pattern, attend, attend_backward
 from autoplan.runtime.ring import parts_of
 from autoplan.runtime.spec import evaluate_terms
 from autoplan.search.planner import search_plan
@@ -175,7 +174,7 @@ def test_memory_of_activations_is_shared_out() -> None:
 
 
 def pairs_of(part: Part) -> float:
-    """Return the pairs of chunks that a part computes; a causal pair of a chunk with itself counts as half."""
+    """Return the pairs of tokens that a part computes; a causal pair of tokens with themselves counts as half."""
     rows, columns = part.queries[1] - part.queries[0], part.keys[1] - part.keys[0]
     return rows * columns / (2 if part.kind == "causal" else 1)
 
@@ -185,40 +184,57 @@ def test_half_of_all_pairs_are_computed_the_same_on_every_rank(ranks: int) -> No
     """2 c of the 4 c pairs of chunks that a rank's queries make with all keys; all of them without a causal mask."""
     for causal, want in ((True, 2 * ranks), (False, 4 * ranks)):
         for index in range(ranks):
-            parts = [p for source in range(ranks) for p in parts_of(index, source, ranks, 4, causal, None)]
-            assert sum(map(pairs_of, parts)) == want
+            parts = [p for source in range(ranks) for p in parts_of(index, source, ranks, 4, Pattern(causal))]
+            assert sum(map(pairs_of, parts)) == 4 * 4 * want
 
 
-@pytest.mark.parametrize("window", [1, 2, 4, 5, 9, 12, 100])
-def test_parts_cover_what_a_window_shows(window: int) -> None:
+def seen_by(how: Pattern, num_tokens: int) -> torch.Tensor:
+    """Return [s, s], 1 where a query sees a key."""
+    tokens = torch.arange(num_tokens)
+    distance = tokens[:, None] - tokens[None]
+    seen = (distance >= -(0 if how.causal else how.ahead or 0)) & (distance < (how.window or num_tokens))
+    if how.chunk is not None:
+        seen &= tokens[:, None] // how.chunk == tokens[None] // how.chunk
+    return seen.long()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(Pattern(True, window=window) for window in (1, 2, 4, 5, 9, 12, 100)),
+        *(Pattern(True, chunk=chunk) for chunk in (1, 2, 4, 5, 9, 12, 100)),
+        *(Pattern(False, window=window, ahead=ahead) for window, ahead in ((1, 0), (2, 1), (5, 4), (9, 3), (100, 12))),
+    ],
+    ids=lambda how: f"window={how.window} ahead={how.ahead} chunk={how.chunk}",
+)
+def test_parts_cover_what_a_pattern_shows(how: Pattern) -> None:
     """Every pair of tokens that the mask shows is in exactly one part, and no other is; far chunks are left out."""
     ranks, length = 4, 4
     whole = torch.zeros(2 * ranks * length, 2 * ranks * length, dtype=torch.int64)
     num_pairs = 0
     for index in range(ranks):
+        places = [torch.arange(length) + x * length for x in range(2 * ranks)]
         for source in range(ranks):
-            for part in parts_of(index, source, ranks, length, True, window):
+            here, there = (torch.cat((places[x], places[2 * ranks - 1 - x])) for x in (index, source))
+            for part in parts_of(index, source, ranks, length, how):
                 num_pairs += 1
-                for i, j in itertools.product(range(*part.queries), range(*part.keys)):
-                    place, other = ((x, 2 * ranks - 1 - x)[k] for x, k in ((index, i), (source, j)))
-                    distance = torch.arange(length)[:, None] - torch.arange(length)[None]
-                    seen = {"full": distance > -length, "causal": distance >= 0}.get(part.kind)
-                    if seen is None:
-                        seen = (distance + part.offset >= 0) & (distance + part.offset < part.window)
-                    rows, columns = (slice(x * length, (x + 1) * length) for x in (place, other))
-                    whole[rows, columns] += seen
-    tokens = torch.arange(2 * ranks * length)
-    distance = tokens[:, None] - tokens[None]
-    assert torch.equal(whole, ((distance >= 0) & (distance < window)).long())
-    if window <= length + 1:
-        assert num_pairs <= 2 * 2 * ranks  # of 36 that a causal mask shows
+                rows, columns = here[slice(*part.queries)], there[slice(*part.keys)]
+                distance = torch.arange(len(rows))[:, None] - torch.arange(len(columns))[None]
+                seen = {"full": distance > -len(columns), "causal": distance >= 0}.get(part.kind)
+                if seen is None:
+                    distance += part.offset
+                    seen = (distance >= -part.ahead) & (distance < part.window)
+                whole[rows[:, None], columns[None]] += seen
+    assert torch.equal(whole, seen_by(how, 2 * ranks * length))
+    if (how.chunk or how.window or 0) <= length and (how.ahead or 0) < length:
+        assert num_pairs <= (3 if how.ahead else 4 if how.chunk else 2) * 2 * ranks  # of 36 that a causal mask shows
 
 
 def test_plain_products_are_what_the_kernel_computes() -> None:
     """Forward and backward of one part, for the same scores; grouped heads, a value head of another size."""
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(2, h, 6, d, dtype=torch.float64) for h, d in ((4, 8), (2, 8), (2, 6), (4, 6)))
-    causal, band = Part((0, 1), (0, 1), "causal"), Part((0, 1), (0, 1), "band", 0, 6)
+    causal, band = Part((0, 6), (0, 6), "causal"), Part((0, 6), (0, 6), "band", 0, 6)
     out, lse = attend(q, k, v, causal, 0.3)
     for got, want in zip(attend(q, k, v, band, 0.3), (out, lse), strict=True):
         assert (got - want).abs().max() < 1e-14
@@ -227,6 +243,13 @@ def test_plain_products_are_what_the_kernel_computes() -> None:
         assert (got - want).abs().max() < 1e-13
 
 
+PATTERNS: list[dict[str, Any]] = [
+    {"causal": True},
+    {"causal": False},
+    *({"causal": True, "window": window} for window in (1, 5, 9)),
+    *({"causal": True, "chunk": chunk} for chunk in (1, 5, 8, 13)),
+    *({"causal": False, "window": window, "ahead": ahead} for window, ahead in ((1, 0), (3, 2), (4, 9), (40, 1))),
+]
 _MESHES: dict[int, tuple[tuple[str, int], ...]] = {2: (("cp", 2),), 4: (("cpr", 2), ("cpu", 2))}
 
 
@@ -249,19 +272,19 @@ _MESHES: dict[int, tuple[tuple[str, int], ...]] = {2: (("cp", 2),), 4: (("cpr", 
     ],
 )
 def test_attention_over_processes(world: int, how: dict[str, str]) -> None:
-    """Grouped heads (fewer key-value heads than ranks, too), a value head of another size; causal or not, windows
-    smaller and larger than a chunk: output and gradients of whole sequences."""
+    """Grouped heads (fewer key-value heads than ranks, too), a value head of another size; causal or not, windows and
+    chunks smaller and larger than a rank's: output and gradients of whole sequences."""
     for sizes in ((16, 4, 2, 8, 8), (48, 4, 4, 10, 6)):
-        for causal, window in ((True, None), (False, None), (True, 1), (True, 5), (True, 9)):
-            found = pool(world).run(attention_job, _MESHES[world], how, sizes, causal, window, "float64")
-            assert max(map(max, found)) < 1e-13, (sizes, causal, window)
+        for pattern in PATTERNS:
+            found = pool(world).run(attention_job, _MESHES[world], how, sizes, pattern, "float64")
+            assert max(map(max, found)) < 1e-13, (sizes, pattern)
 
 
 @pytest.mark.processes
 def test_a_ring_in_half_precision() -> None:
     """Sums over its steps are wide: as near to float64 as the kernel of one device."""
     (ring, one) = (
-        max(map(max, pool(2).run(attention_job, _MESHES[2], how, (64, 4, 2, 8, 8), True, None, "bfloat16")))
+        max(map(max, pool(2).run(attention_job, _MESHES[2], how, (64, 4, 2, 8, 8), PATTERNS[0], "bfloat16")))
         for how in ({"ring": "cp"}, {"gather": "cp"})
     )
     assert 1e-4 < ring < 2 * one

@@ -142,10 +142,14 @@ def test_a_token_sees_the_window_of_its_own_document(window: int) -> None:
             assert (got[b : b + 1, :, first:end] - want).abs().max() < 1e-14
 
 
-@pytest.mark.parametrize(("window", "causal"), [(None, True), (4, True), (20, True), (None, False)])
-def test_what_is_kept_is_what_the_table_says(window: int | None, causal: bool) -> None:
-    q, k, v = (torch.randn(2, heads, 10, 8, requires_grad=True) for heads in (4, 2, 2))
-    documents = torch.arange(10).expand(2, -1) // 5
+@pytest.mark.parametrize(
+    ("window", "ahead", "causal"),
+    [(None, None, True), (4, None, True), (20, None, True), (None, None, False), (4, 2, False), (20, 1, False)],
+)
+@pytest.mark.parametrize("samples", [1, 2])  # blocks of one sample are views
+def test_what_is_kept_is_what_the_table_says(window: int | None, ahead: int | None, causal: bool, samples: int) -> None:
+    q, k, v = (torch.randn(samples, heads, 10, 8, requires_grad=True) for heads in (4, 2, 2))
+    documents = torch.arange(10).expand(samples, -1) // 5
     kept: dict[int, int] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -153,10 +157,10 @@ def test_what_is_kept_is_what_the_table_says(window: int | None, causal: bool) -
         return x
 
     with saved_tensors_hooks(pack, lambda x: x):
-        out = attention(q, k, v, causal=causal, scale=None, window=window, documents=documents)
+        out = attention(q, k, v, causal=causal, scale=None, window=window, ahead=ahead, documents=documents)
     for x in (q, k, v, out):
         kept.pop(x.untyped_storage().data_ptr(), None)
-    attrs = {"causal": causal, "scale": None, "documents": True, "window": window}
+    attrs = {"causal": causal, "scale": None, "documents": True, "window": window, "ahead": ahead}
     *ins, made = (TensorFacts(tuple(x.shape), str(x.dtype)[6:], x.requires_grad) for x in (q, k, v, documents, out))
     facts = OpFacts("attention", attrs, tuple(ins), (made,))
     extra = saved_rule(facts).extra

@@ -200,16 +200,12 @@ class _Call:
         """Return True if the ops of attention cannot say what `function` computes."""
         if self._unknown() or (self.given.get("dropout") and self.module.training):
             return True
-        if self.bias is not None and _window(self.mask) is not None:
+        if self.bias is not None and isinstance(self.mask, PendingMask) and self.mask.asked.local is not None:
             return True
         if isinstance(self.mask, torch.Tensor) or self.may_see_nothing:
             return True
         grouped, masked = self.query.shape[1] != self.key.shape[1], self.mask is not None
         return not is_standard(function, grouped=grouped, masked=masked, biased=self.bias is not None)
-
-
-def _window(mask: torch.Tensor | PendingMask | None) -> int | None:
-    return mask.asked.window if isinstance(mask, PendingMask) else None
 
 
 def _call_own(function: _Function, call: _Call) -> Any:
@@ -284,12 +280,12 @@ def _sdpa(call: _Call, decides: bool, special: _Special | None = None) -> torch.
     """
     q, k, v, mask = call.query, call.key, call.value, call.mask
     bias, scaling, dropout = call.bias, call.given.get("scaling"), call.given.get("dropout") or 0.0
-    causal, documents, window, padded = call.is_causal and decides and mask is None, None, None, False
+    causal, documents, local, padded = call.is_causal and decides and mask is None, None, None, False
     if isinstance(mask, PendingMask):
         asked, documents = taken(mask, q, k)
         _check(call, asked)
         _check_beside(mask, documents, bias, dropout)
-        mask, causal, window, padded = None, asked.causal, asked.window, asked.padded
+        mask, causal, local, padded = None, asked.causal, asked.local, asked.padded
     sinks, softcap = (None, None) if special is None else special
     if documents is not None and (bias is not None or q.shape[2] != k.shape[2]):  # the valid tokens
         mask, documents = (documents > 0)[:, None, None, :], None
@@ -298,9 +294,9 @@ def _sdpa(call: _Call, decides: bool, special: _Special | None = None) -> torch.
             biased: torch.Tensor = torch.ops.autoplan.biased_attention(q, k, v, bias, causal, scaling)
             return biased.transpose(1, 2).contiguous()
         mask, causal = _with_bias(bias, mask, causal, (q.shape[2], k.shape[2])), False
-    if documents is not None or window is not None or special is not None:
+    if documents is not None or local is not None or special is not None:
         v = values_unseen(v, documents if padded else None)
-        how = documents, sinks, causal, scaling, window, softcap
+        how = documents, sinks, causal, scaling, *(local or (None, None, None)), softcap
         masked: torch.Tensor = torch.ops.autoplan.masked_attention(q, k, v, *how)
         return masked.transpose(1, 2).contiguous()
     out = F.scaled_dot_product_attention(
@@ -318,7 +314,7 @@ def _sdpa(call: _Call, decides: bool, special: _Special | None = None) -> torch.
 
 def _check_beside(mask: PendingMask, documents: torch.Tensor | None, bias: torch.Tensor | None, dropout: float) -> None:
     """End the trace where no op of attention has both this mask and what stands beside it."""
-    windowed = mask.asked.window is not None
+    windowed = mask.asked.local is not None
     if mask.asked.window == 0:  # no token sees any
         mask.refuse("a window of 0")
     if dropout and (windowed or documents is not None):
@@ -349,7 +345,7 @@ def _check(call: _Call, asked: Asked) -> None:
             f"{name} is given a causal mask but its is_causal is False: with its attention, 'sdpa', transformers makes "
             "it causal or not by whether there is padding; set is_causal to True, or use attn_implementation='eager'"
         )
-    if window is not None and window != asked.window:
+    if window is not None and window != asked.window and asked.ahead is None:
         raise CaptureError(
             f"{name} has a sliding window of {window} but its mask has one of {asked.window}: kernels of transformers "
             "differ in which of the two they use"

@@ -1,10 +1,10 @@
 """The masks that Hugging Face models ask transformers for, handed out in a form that keeps attention whole.
 
 A model asks `transformers.masking_utils` for a mask and gives it to its layers. A layer that passes it on to the
-registered attention function needs no s x s elements: the function reads from it whether attention is causal, its
-window and its documents. So the model gets a `PendingMask`. Any other use of one (adding it to scores, slicing it) ends
-the trace, and the model is traced once more with the mask that transformers makes: a tensor, or None where 'sdpa' gets
-none. Every mask is thus taken by the attention function, used as a tensor, or unused in the module, too.
+registered attention function, or to torch's, needs no s x s elements: attention reads from it whether it is causal, its
+window, chunks and documents. So the model gets a `PendingMask`. Any other use of one (adding it to scores, slicing it)
+ends the trace, and the model is traced once more with the mask that transformers makes: a tensor, or None where 'sdpa'
+gets none. Every mask is thus taken by an attention function, used as a tensor, or unused in the module, too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
+from autoplan.capture.frontend import windows  # noqa: F401  registers the ops
 from autoplan.errors import CaptureError
 
 
@@ -33,17 +34,28 @@ class Asked:
         config: id of the config of the model that asked.
         causal: a query sees no later key.
         window: a query sees the last `window` keys only, itself included.
+        ahead: with a window, a query sees so many keys behind itself.
+        chunk: a query sees the keys of its own chunk of so many tokens only.
         counted: padding or documents hide some tokens from others.
         padded: padding does.
+        added: the mask is added to the scores, as 'eager' does; else it says which take part.
         replaced: with 'sdpa', transformers gives None for it, and attention goes by the module's `is_causal`.
     """
 
     config: int
     causal: bool
     window: int | None
+    ahead: int | None
+    chunk: int | None
     counted: bool
     padded: bool
+    added: bool
     replaced: bool
+
+    @property
+    def local(self) -> tuple[int | None, int | None, int | None] | None:
+        """The window, what it has ahead, and the chunk; None without any."""
+        return None if self.window is None and self.chunk is None else (self.window, self.ahead, self.chunk)
 
 
 @dataclass(eq=False)
@@ -82,7 +94,9 @@ class PendingMask:
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> NoReturn:
+    ) -> torch.Tensor:
+        if function is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs or {})
         for leaf in pytree.tree_leaves((args, kwargs or {}), is_leaf=lambda x: isinstance(x, PendingMask)):
             if isinstance(leaf, PendingMask):
                 leaf._use(getattr(function, "__name__", str(function)))
@@ -149,19 +163,74 @@ def taken(mask: PendingMask, query: torch.Tensor, key: torch.Tensor) -> tuple[As
     return asked, mask._documents
 
 
-def documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Compute `F.scaled_dot_product_attention`, which a model gives a PendingMask. Other ones end the trace."""
+    mask = next(x for x in (attn_mask, query, key, value) if isinstance(x, PendingMask))
+    asked, (length, num_keys), documents = mask._asked, mask._lengths, mask._documents
+    fits = attn_mask is mask and query.dim() == 4 and (query.shape[2], key.shape[2]) == (length, num_keys)
+    unlike = documents is not None and length != num_keys
+    if not fits or unlike or dropout_p or is_causal or asked.window == 0 or (asked.added and asked.padded):
+        mask.refuse("scaled_dot_product_attention")
+    if documents is None and asked.local is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=asked.causal, scale=scale, enable_gqa=enable_gqa
+        )
+    seen = values_unseen(value, documents if asked.padded else None)
+    how = documents, None, asked.causal, scale, *(asked.local or (None, None, None)), None
+    out: torch.Tensor = torch.ops.autoplan.masked_attention(query, key, seen, *how)
+    return out
+
+
+def documents_of(mask: torch.Tensor, pattern: _Pattern) -> torch.Tensor:
     """Return the document of every token [b, s] (for `autoplan.runtime.attention`), from a mask of the valid tokens.
 
-    Valid tokens are document 1. Padding is seen by no token and sees document 1 (-2), as in transformers. Where a
-    query would see no valid token, it sees its like (UNSEEING), and `values_unseen` says what.
+    Valid tokens are document 1, or of the document of their chunk. Padding is seen by no token and sees that document
+    (-2 for 1), as in transformers. Where a query would see no valid token, it sees its like (UNSEEING), and
+    `values_unseen` says what.
     """
     counts = (mask != 0).to(torch.int64)
-    if not causal:
+    if pattern.chunk is not None and pattern.left_padding is not None:
+        number, seen = _in_chunks(counts, pattern.chunk, pattern.left_padding)
+        return torch.where(counts > 0, 1 + number, torch.where(seen > 0, -2 - number, UNSEEING))
+    if pattern.window is not None:
+        seen = _in_window(counts, pattern.window, pattern.ahead or 0)
+    elif pattern.causal:
+        seen = counts.cumsum(-1)
+    else:
         return 3 * counts - 2 * counts.amax(-1, keepdim=True)
-    so_far = counts.cumsum(-1)
-    if window is not None:
-        so_far = so_far - F.pad(so_far, (window, 0))[:, : -window or None]
-    return 3 * counts - 2 * (so_far > 0).to(torch.int64)
+    return 3 * counts - 2 * (seen > 0).to(torch.int64)
+
+
+def _in_window(counts: torch.Tensor, window: int, ahead: int) -> torch.Tensor:
+    """Return the sums [b, s] over the last `window` tokens, itself included, and the `ahead` next ones."""
+    if ahead:
+        sums = F.pad(counts, (window, ahead)).cumsum(-1)
+        return sums[:, window + ahead :] - sums[:, : -window - ahead]
+    sums = counts.cumsum(-1)
+    return sums - F.pad(sums, (window, 0))[:, : -window or None]
+
+
+def _in_chunks(counts: torch.Tensor, chunk: int, left_padding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of every token's chunk [b, s], and the sum so far over the tokens of its chunk.
+
+    Chunks begin after the padding on the left; those of the padding have negative numbers.
+    """
+    places = torch.arange(counts.shape[-1], device=counts.device) - left_padding[:, None]
+    number = places.div(chunk, rounding_mode="floor")
+    sums = counts.cumsum(-1)
+    before = sums - counts
+    added = torch.where(places == number * chunk, before - F.pad(before, (chunk, 0))[:, :-chunk], 0)
+    return number, sums - added.cumsum(-1)
 
 
 UNSEEING = 0  # in `documents_of`
@@ -179,15 +248,19 @@ class _Pattern:
     """A mask function of transformers that attention can apply by itself.
 
     Attributes:
-        causal, window: see `Asked`.
+        causal, window, ahead, chunk: see `Asked`.
         function: the function without documents.
         documents: the document of every token [b, s] if a token sees its own document only.
+        left_padding: number of tokens [b] before the first chunk.
     """
 
     causal: bool
-    window: int | None
     function: Any
+    window: int | None = None
+    ahead: int | None = None
+    chunk: int | None = None
     documents: torch.Tensor | None = None
+    left_padding: torch.Tensor | None = None
 
 
 def _pattern(function: Any) -> _Pattern | None:
@@ -195,26 +268,54 @@ def _pattern(function: Any) -> _Pattern | None:
     from transformers import masking_utils
 
     if function is masking_utils.causal_mask_function:
-        return _Pattern(True, None, function)
+        return _Pattern(True, function)
     if function is masking_utils.bidirectional_mask_function:
-        return _Pattern(False, None, function)
+        return _Pattern(False, function)
     if getattr(function, "__qualname__", "") != "and_masks.<locals>.and_mask":
         return None
     parts = _cells(function)["mask_functions"]
     made_by = [getattr(part, "__qualname__", "").removesuffix(".<locals>.inner_mask") for part in parts]
     if made_by == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
-        found = _pattern(_cells(parts[1])["mask_function"])
-        return found and replace(found, documents=_cells(parts[0])["packed_sequence_mask"])
-    window, causal = None, False
+        return _packed(_cells(parts[0])["packed_sequence_mask"], _cells(parts[1]))
+    out = _Pattern(False, function)
     for part, maker in zip(parts, made_by, strict=True):
-        if maker == "sliding_window_overlay" and window is None:
-            window = int(_cells(part)["sliding_window"])
-            continue
-        found = _pattern(part)
-        if found is None or found.window is not None or found.documents is not None:
+        found = _overlay(maker, part) or _pattern(part)
+        if found is None or found.documents is not None or not _apart(out, found):
             return None
-        causal |= found.causal
-    return _Pattern(causal, window, function) if causal else None
+        found = replace(found, causal=found.causal or out.causal, function=function)
+        out = replace(out, **{name: x for name, x in vars(found).items() if x is not None})
+    return out if out.causal == (out.ahead is None) else None
+
+
+def _overlay(maker: str, function: Any) -> _Pattern | None:
+    """Return the pattern of a function that transformers lays over others: a window or chunks."""
+    if maker == "sliding_window_overlay":
+        return _Pattern(False, function, window=int(_cells(function)["sliding_window"]))
+    if maker == "sliding_window_bidirectional_overlay":  # up to so many tokens away
+        distance = int(_cells(function)["sliding_window"])
+        return _Pattern(False, function, window=distance + 1, ahead=distance)
+    if maker == "chunked_overlay":
+        cells = _cells(function)
+        return _Pattern(False, function, chunk=int(cells["chunk_size"]), left_padding=cells["left_padding"])
+    return None
+
+
+def _apart(one: _Pattern, other: _Pattern) -> bool:
+    """Return True unless both have windows or chunks."""
+    return any(x.window is None and x.chunk is None for x in (one, other))
+
+
+def _packed(documents: torch.Tensor, cells: dict[str, Any]) -> _Pattern | None:
+    """Return the pattern of documents in one sequence, from the variables of the function of one document.
+
+    Chunks begin with the document, so each is a document of its own.
+    """
+    found = _pattern(cells["mask_function"])
+    if found is None or found.chunk is None:
+        return found and replace(found, documents=documents)
+    number = cells["position_ids"].div(found.chunk, rounding_mode="floor")
+    new = (documents[:, 1:] != documents[:, :-1]) | (number[:, 1:] != number[:, :-1])
+    return replace(found, documents=F.pad(new.to(torch.int64), (1, 0)).cumsum(-1))
 
 
 def _cells(function: Any) -> dict[str, Any]:
@@ -225,9 +326,10 @@ def _cells(function: Any) -> dict[str, Any]:
 
 _KEEPS = frozenset(
     "to.dtype to.device to.dtype_layout _to_copy.default expand.default unsqueeze.default view.default "
-    "reshape.default slice.Tensor alias.default clone.default contiguous.default".split()
+    "reshape.default repeat.default slice.Tensor alias.default clone.default contiguous.default".split()
 )
 _ONES = frozenset("ones.default ones_like.default new_ones.default full.default full_like.default".split())
+_ZEROS = frozenset("zeros.default zeros_like.default new_zeros.default".split())
 _RANGES = frozenset(("arange.default", "arange.start"))
 
 
@@ -251,6 +353,8 @@ def _made_by(
         if name not in _KEEPS | through or len(node.all_input_nodes) == 0:
             return None
         if name == "slice.Tensor" and len(node.args) > 4 and node.args[4] != 1:
+            return None
+        if name == "repeat.default" and node.args[1][-1] != 1:
             return None
         if name in through and any(isinstance(a, torch.fx.Node) for a in node.args[1:]):
             return None
@@ -304,7 +408,10 @@ def untraced(compute: Callable[[], bool]) -> bool:
 
 @dataclass(frozen=True)
 class _Request:
-    """A request of transformers to a mask function: its arguments, of which `given` are those for `make`."""
+    """A request of transformers to a mask function: its arguments, of which `given` are those for `make`.
+
+    `masked`: a mask of the valid tokens was given; `attention_mask` is None if it says that all are.
+    """
 
     mask_function: Any
     q_length: Any
@@ -313,6 +420,7 @@ class _Request:
     attention_mask: torch.Tensor | None
     may_be_causal: bool
     may_be_bidirectional: bool
+    masked: bool
     config: Any
     given: dict[str, Any]
 
@@ -333,6 +441,7 @@ def _request(
     **kwargs: Any,
 ) -> _Request:
     """Return the arguments of a mask function; a mask in which all tokens are valid is None."""
+    masked = attention_mask is not None
     if attention_mask is not None and _all_ones(attention_mask):
         attention_mask = None
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
@@ -344,6 +453,7 @@ def _request(
         attention_mask=attention_mask,
         may_be_causal=allow_is_causal_skip,
         may_be_bidirectional=allow_is_bidirectional_skip,
+        masked=masked,
         config=config,
         given={**sizes, "q_offset": q_offset, "kv_offset": kv_offset, **kwargs},
     )
@@ -360,8 +470,9 @@ def mask_function(implementation: str, make: Callable[..., Any], ledger: Ledger)
     def ask(**kwargs: Any) -> torch.Tensor | PendingMask | None:
         request = _request(**kwargs)
         found = _pattern(request.mask_function)
-        if found is not None and request.offsets == (0, 0):
-            if not found.causal and request.attention_mask is None and request.may_be_bidirectional:
+        if found is not None and request.offsets == (0, 0) and _begins_with_sequence(found, request):
+            sees_all = not found.causal and found.ahead is None
+            if sees_all and request.attention_mask is None and request.may_be_bidirectional:
                 return None  # as transformers: every token sees every token
             asked = _asked(request, found, implementation)
             if asked not in ledger.tensors:
@@ -381,14 +492,21 @@ def _asked(request: _Request, pattern: _Pattern, implementation: str) -> Asked:
     padded = request.attention_mask is not None
     counted = padded or pattern.documents is not None
     may_skip = implementation == "sdpa" and request.may_be_causal
-    replaced = may_skip and pattern.causal and pattern.window is None and not counted
-    return Asked(id(request.config), pattern.causal, pattern.window, counted, padded, replaced)
+    replaced = may_skip and pattern.causal and pattern.window is None and pattern.chunk is None and not counted
+    how = pattern.causal, pattern.window, pattern.ahead, pattern.chunk
+    return Asked(id(request.config), *how, counted, padded, implementation == "eager", replaced)
+
+
+def _begins_with_sequence(pattern: _Pattern, request: _Request) -> bool:
+    """Return True unless chunks begin elsewhere than with the first valid token."""
+    left = pattern.left_padding
+    return left is None or request.masked or _made_by(left, _ZEROS) is not None
 
 
 def _pending(request: _Request, pattern: _Pattern, asked: Asked, ledger: Ledger) -> PendingMask:
     documents = pattern.documents
     if request.attention_mask is not None:
-        documents = documents_of(request.attention_mask, pattern.causal, pattern.window)
+        documents = documents_of(request.attention_mask, pattern)
     return PendingMask(asked, documents, (request.q_length, request.kv_length), ledger)
 
 

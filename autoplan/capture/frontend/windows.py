@@ -1,4 +1,4 @@
-"""Attention over a sliding window, inside documents, with sinks or capped scores, or with a bias, each as one op.
+"""Attention over a sliding window, in chunks or documents, with sinks or capped scores, or with a bias, as one op each.
 
 All of them may also be causal. torch has no operation for them that capture could keep whole.
 """
@@ -15,8 +15,12 @@ def _like(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: objec
 
 
 _QKV = "Tensor query, Tensor key, Tensor value"
-# a token sees only its own document ([b, s]) and the last `window` tokens of it; `sinks` [h] take part in the softmax
-_SEEN = "Tensor? documents, Tensor? sinks, bool causal, float? scale, SymInt? window, float? softcap"
+# a token sees only its own document ([b, s]), of it the last `window` tokens and `ahead` more, or its own chunk;
+# `sinks` [h] take part in the softmax
+_SEEN = (
+    "Tensor? documents, Tensor? sinks, bool causal, float? scale, SymInt? window, SymInt? ahead, SymInt? chunk, "
+    "float? softcap"
+)
 marker(f"masked_attention({_QKV}, {_SEEN}) -> Tensor", _like)
 # the bias is added to the scores, and broadcastable to them
 marker(f"biased_attention({_QKV}, Tensor bias, bool causal, float? scale) -> Tensor", _like)
