@@ -146,3 +146,22 @@ def test_a_number_in_the_loss_is_counted_once(loss: Any, splits: bool) -> None:
     want, _ = families.eager(families.Family("", "", lambda: (model, batch), loss), model, batch)
     got, _ = run(model, graph, batch, num_micro_batches=2 if splits else 1)
     assert got == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize(("reduction", "ignore"), [("mean", -100), ("mean", 255), ("sum", 1)])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_smoothed_labels_with_weights_of_classes(reduction: str, ignore: int, dims: int) -> None:
+    """The mean is over the weights of the labels that count; one part has none of them."""
+    weight = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
+    labels = torch.tensor([[2, ignore, 0], [1, 3, 0], [ignore] * 3, [ignore] * 3])
+
+    def loss(out: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        settings: dict[str, Any] = {"ignore_index": ignore, "label_smoothing": 0.1, "reduction": reduction}
+        if dims == 2:
+            return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten(), weight, **settings)
+        return F.cross_entropy(out.transpose(1, 2), batch["labels"], weight, **settings)
+
+    model = filled(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    graph = assert_equal(model, {"input": x, "labels": labels}, loss, ("dp 2 ZeRO 3", "tp 2"))
+    assert batch_obstacle(graph) is None
