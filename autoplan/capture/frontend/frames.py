@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 
 
-def place_of_frame(stack: traceback.StackSummary) -> str:
+def place_of_frame(stack: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost frame outside torch, as 'file:line (text): '."""
     for frame in reversed(stack):
         if "/torch/" not in frame.filename and "autoplan/capture" not in frame.filename:
