@@ -17,6 +17,7 @@ from autoplan.runtime.given_numbers import GivenNumbers
 from autoplan.runtime.shards import trained_as_captured
 
 _HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # they run, or are read through, whatever they hold
 _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -46,6 +47,11 @@ class GivenModule:
             for prefix, module in model.named_modules()
             if module._parameters
         ]
+        self._children = [
+            (prefix, weakref.ref(module), {name: (weakref.ref(child), type(child).__name__) for name, child in held})
+            for prefix, module in model.named_modules()
+            if (held := list(module.named_children()))
+        ]
         self._late: list[tuple[str, weakref.ref[Any], tuple[int, int]]] = [
             (name, weakref.ref(held), _form(held)) for name, held in (*model.named_modules(), *model.named_parameters())
         ]
@@ -68,15 +74,30 @@ class GivenModule:
             )
 
     def changed(self) -> str | None:
-        """Return what the program has otherwise than the module has it now, as an error for the user: a number, or
-        whether a parameter is trained; None if nothing is."""
+        """Return what the program has otherwise than the module has it now, as an error for the user: a number, another
+        layer, or whether a parameter is trained; None if nothing is."""
         for prefix, reference, trained in self._trained:
             if (module := reference()) is None:
                 continue
             for name, p in module._parameters.items():
                 if p is not None and p.requires_grad is not trained.get(name, p.requires_grad):
                     return trained_as_captured(f"{prefix}.{name}".lstrip("."), trained[name])
-        return self.numbers.changed()
+        return self._other_layer() or self.numbers.changed()
+
+    def _other_layer(self) -> str | None:
+        """Return what is another module now, or a new one in a container, as an error; modules may be gone."""
+        for prefix, reference, held in self._children:
+            for name, child in () if (module := reference()) is None else module._modules.items():
+                was, kind = held.get(name, (_gone, "not there"))
+                if child is None or child is was() or (was is _gone and not isinstance(module, _CONTAINERS)):
+                    continue
+                return (
+                    f"{f'{prefix}.{name}'.lstrip('.')} is another module now ({type(child).__name__}) than when the "
+                    f"program was made ({kind}), and the program goes on with that: put it back, or call "
+                    "autoplan.parallelize again (pm.save_checkpoint, then load_checkpoint with model_only=True, keep "
+                    "the values)"
+                )
+        return None
 
     def loaded(self, values: Mapping[str, Any]) -> None:
         """Record that the program was given other values, `values` by name, as the module may be."""
@@ -138,6 +159,10 @@ class GivenModule:
             made.get_submodule(owner)._buffers[attr] = value.clone()
         _tie_again(made, self._form)
         return made
+
+
+def _gone() -> None:
+    """Stand for a reference to nothing."""
 
 
 def _form(held: nn.Module | nn.Parameter) -> tuple[int, int]:

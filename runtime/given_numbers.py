@@ -8,6 +8,7 @@ value, so a step refuses it.
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import inspect
 import types
@@ -29,33 +30,41 @@ _MOST_ELEMENTS = 65_536  # of a tensor whose values are kept
 # statistics that a norm changes itself, when somebody runs the module
 _STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 _GONE = object()
-_OF_LOSS = ", which loss_fn reads,"
+_OF_LOSS, _OF_FORWARD = ", which loss_fn reads,", ", which the forward reads,"
+_ALONE = (*_NUMBERS, str, enum.Enum)  # constants that count where they stand alone, not in a list or an object
+_Function = types.FunctionType | types.BuiltinFunctionType
 
 
 class GivenNumbers:
     """The numbers and tensors that a module and its loss function read, with their present values.
 
-    Counted are ints, floats, bools and complex numbers, alone or in a list, tuple or dict: attributes of modules that
-    their forward names, or a method, property or function of the same file that it names, and that none of these sets;
-    variables of the loss function's closure and globals that it does not set itself; attributes of the object that it
-    is a method of; and floats of the plain objects in all of these (a config, a config in a config), at any depth:
-    attributes that the forward or the loss function names, and entries of lists, tuples and dicts. In all of these
-    places tensors count, too, of at most 65,536 elements (a clone of each is kept), and the buffers of modules, but not
-    the running statistics of norms. Not seen is what a function of another file reads, or a method or property of such
-    an object. No module is kept alive.
+    Counted are ints, floats, bools and complex numbers, alone or in a list, tuple or dict: attributes of modules and
+    of their classes that their forward names, or a method, property or function of the same file that it names, and
+    that none of these sets; variables of the closures and globals of these functions and of the loss function that they
+    do not set themselves; attributes of the object that the loss function is a method of; and floats of the plain
+    objects in all of these (a config, a config in a config), at any depth: attributes that the forward or the loss
+    function names, or a method or property of the object that it names, and entries of lists, tuples and dicts. Alone,
+    texts, members of an Enum, None (where it becomes one of these) and functions count, too. In all of these places
+    tensors count of at most 65,536 elements (a clone of each is kept), and the buffers of modules, but not the running
+    statistics of norms. Modules that a loss function or an object holds are looked at as those of the model. Not seen
+    is what a function of another file reads. No module is kept alive.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self._entries: list[tuple[str, _Read, Any]] = []
         self._tensors: list[tuple[str, _Read, _KeptTensor]] = []
-        names = _Known()
-        self._add_modules("", type(model).__name__, model, names, in_state=True)
+        self._functions: list[tuple[str, _Read, weakref.ref[_Function], str]] = []
+        self._names = _Known()
+        self._seen = set[tuple[Any, ...]]()  # modules, classes and globals, while all of them are there
+        self._add_modules("", type(model).__name__, model, in_state=True)
         if loss_fn is not None:
-            self._add_loss(loss_fn, names)
+            self._add_loss(loss_fn)
+        self._names.clear()  # it has classes, whose methods may hold modules
+        self._seen.clear()
 
     def texts(self) -> dict[str, str]:
         """Return the numbers by name, as text."""
-        return {name: repr(was) for name, _, was in self._entries}
+        return {name: _text(was) for name, _, was in self._entries if was is not None}
 
     def changed(self) -> str | None:
         """Return what is another number now than at first, as an error for the user; None if nothing is."""
@@ -63,11 +72,11 @@ class GivenNumbers:
             value = read()
             if value is was or value is _GONE or (now := _frozen(value)) == was or (now != now and was != was):
                 continue
-            return (
-                f"{name} was {was!r} when the program was made and is {'no number' if now is None else repr(now)} now, "
-                f"but the program has {was!r}: give what changes as an input (a tensor with one value per sample), or "
-                "set it back"
-            )
+            as_input = isinstance(was if now is None else now, (*_NUMBERS, tuple))
+            return _changed(name, _text(was), "no number" if now is None else _text(now), as_input)
+        for name, read, function, was in self._functions:
+            if isinstance(now := read(), _Function) and now is not function():
+                return _changed(name, was, now.__name__, False)
         return next((_changed_tensor(name) for name, read, kept in self._tensors if kept.changed(read())), None)
 
     def loaded(self, values: Mapping[str, Any]) -> None:
@@ -86,31 +95,49 @@ class GivenNumbers:
             self._tensors.append((name, read, _KeptTensor(value)))
             return
         frozen = _frozen(value)
-        if frozen is not None:
+        if frozen is not None or value is None:
             self._entries.append((name, read, frozen))
 
-    def _add_modules(self, prefix: str, alone: str, model: nn.Module, names: _Known, *, in_state: bool = False) -> None:
+    def _add_modules(self, prefix: str, alone: str, model: nn.Module, *, in_state: bool = False) -> None:
         for name, module in model.named_modules():
+            if self._is_known("module", id(module)):
+                continue
             path = (f"{name}." if name else "") if in_state else None
-            self._add_attributes(f"{prefix}{name or alone}.", module, "forward", names, path)
+            self._add_attributes(f"{f'{prefix}.{name}'.strip('.') or alone}.", module, "forward", path)
+            if not self._is_known("class", type(module)):
+                for function in _methods(type(module), "forward"):
+                    self._add_variables(function, type(module), _OF_FORWARD)
 
-    def _add_attributes(self, where: str, holder: Any, method: str, names: _Known, path: str | None = None) -> None:
+    def _is_known(self, *what: Any) -> bool:
+        known = what in self._seen
+        self._seen.add(what)
+        return known
+
+    def _read_by(self, kind: type, method: str) -> frozenset[str]:
+        if (kind, method) not in self._names:
+            self._names[kind, method] = _attributes_read(kind, method)
+        return self._names[kind, method]
+
+    def _add_attributes(self, where: str, holder: Any, method: str, path: str | None = None) -> None:
         """Add the numbers that a method of a holder reads of it, and floats in the objects that it reads of it.
 
         `path`: what precedes the names of its persistent buffers in the state of the program; None: they are not there.
         """
-        kind = type(holder), method
-        if kind not in names:
-            names[kind] = _attributes_read(*kind)
+        names = self._read_by(type(holder), method)
         attributes, reference = _attributes(holder), _reference(holder)
         if reference is None:
             return
-        for name in sorted(names[kind] & attributes.keys()):
-            held = attributes[name]
-            self._add(where + name, functools.partial(_value, reference, _Part(name)))
-            self._add_inside(where + name, "", reference, (_Part(name),), held, names[kind])
+        for name in sorted(names & attributes.keys()):
+            held, read = attributes[name], functools.partial(_value, reference, _Part(name))
+            if isinstance(held, _Function):
+                self._functions.append((where + name, read, weakref.ref(held), held.__name__))
+            self._add(where + name, read)
+            self._add_inside(where + name, "", reference, (_Part(name),), held, names)
+        for name in sorted(names - attributes.keys()):
+            if _of_class(type(holder), name) is not _GONE:
+                self._add(where + name, functools.partial(_value_or_of_class, reference, name))
         if isinstance(holder, nn.Module):
-            for name in sorted((names[kind] & holder._buffers.keys()) - _STATISTICS):
+            for name in sorted((names & holder._buffers.keys()) - _STATISTICS):
                 value = holder._buffers[name]
                 if _is_constant(value) and value.numel() <= _MOST_ELEMENTS:
                     held_there = path is not None and name not in holder._non_persistent_buffers_set
@@ -130,10 +157,13 @@ class GivenNumbers:
         seen, whole = set[int](), _frozen(held) is not None  # then its own numbers are added already
         while waiting:
             at, path, held = waiting.pop()
+            if isinstance(held, nn.Module):
+                self._add_modules(at, at, held)
             if id(held) in seen or isinstance(held, _NOT_PLAIN):
                 continue
             seen.add(id(held))
-            for part, value in _parts(held, read):
+            behind = (self._read_by(type(held), name) for name in sorted(read) if _methods(type(held), name))
+            for part, value in _parts(held, read | frozenset[str]().union(*behind)):
                 to = f"{at}{part}"
                 if (isinstance(value, float) and not whole) or isinstance(value, torch.Tensor):
                     self._add(to + after, functools.partial(_value, root, *path, part))
@@ -141,39 +171,48 @@ class GivenNumbers:
                     waiting.append((to, (*path, part), value))
             whole = False
 
-    def _add_loss(self, loss_fn: Any, names: _Known) -> None:
-        given = loss_fn
+    def _add_loss(self, loss_fn: Any) -> None:
+        given, arguments = loss_fn, dict[str, Any]()
         while isinstance(given, functools.partial):
-            for name, value in (*((f"argument {i}", x) for i, x in enumerate(given.args)), *given.keywords.items()):
-                if isinstance(value, torch.Tensor):
-                    self._add(name + _OF_LOSS, functools.partial(_itself, value))
+            arguments |= {f"argument {i}": x for i, x in enumerate(given.args)} | given.keywords
             given = given.func
         if isinstance(given, nn.Module):
-            self._add_modules("loss_fn.", "self", given, names)
+            self._add_modules("loss_fn", "", given)
         elif isinstance(given, types.MethodType):
-            self._add_attributes("loss_fn: self.", given.__self__, given.__func__.__name__, names)
-            self._add_functions(given.__func__)
+            self._add_attributes("loss_fn: self.", given.__self__, given.__func__.__name__)
+            self._add_variables(given.__func__, type(given.__self__), _OF_LOSS)
         elif isinstance(given, types.FunctionType):
-            self._add_functions(given)
+            self._add_variables(given, None, _OF_LOSS)
         else:
-            self._add_attributes("loss_fn.", given, "__call__", names)
+            self._add_attributes("loss_fn.", given, "__call__")
+            for function in _methods(type(given), "__call__"):
+                self._add_variables(function, type(given), _OF_LOSS)
+        read = frozenset[str]().union(*(_attributes_of(each.__code__)[0] for each in _functions(given)))
+        for name, value in arguments.items():
+            self._add_variable(name, functools.partial(_itself, value), read, _OF_LOSS)
 
-    def _add_functions(self, function: Any) -> None:
-        """Add what a function, and those of the same file that it names, read of their closures and globals."""
-        seen = set[str]()
-        for each in _reached(function, None):
+    def _add_variables(self, function: Any, kind: type | None, of: str) -> None:
+        """Add what a function, the methods of `kind` and the functions of the same file that it names read of their
+        closures and globals."""
+        for each in _reached(function, kind):
             reads, writes = _variables(each.__code__)
             of_objects, set_there = _attributes_of(each.__code__)
             cells = dict(zip(each.__code__.co_freevars, each.__closure__ or (), strict=True))
-            found = {name: functools.partial(_cell_value, cells[name]) for name in sorted(cells.keys() - writes)}
-            for name in sorted((reads & each.__globals__.keys()) - writes - seen):
-                seen.add(name)
-                found[name] = functools.partial(each.__globals__.get, name, _GONE)
+            found = {
+                name: functools.partial(_cell_value, cells[name])
+                for name in sorted(cells.keys() - writes)
+                if not self._is_known("cell", id(cells[name]))
+            }
+            for name in sorted((reads & each.__globals__.keys()) - writes):
+                if not self._is_known("global", id(each.__globals__), name):
+                    found[name] = functools.partial(each.__globals__.get, name, _GONE)
             for name, read in found.items():
-                self._add(name + _OF_LOSS, read)
-                held = read()
-                root = _reference(held) or read  # an object may hold a module beside numbers
-                self._add_inside(name, _OF_LOSS, root, (), held, of_objects - set_there)
+                self._add_variable(name, read, of_objects - set_there, of)
+
+    def _add_variable(self, name: str, read: _Read, of_objects: Set[str], of: str) -> None:
+        self._add(name + of, read)
+        held = read()
+        self._add_inside(name, of, _reference(held) or read, (), held, of_objects)  # it may hold a module
 
 
 class _KeptTensor:
@@ -225,6 +264,18 @@ def _is_constant(value: Any) -> TypeGuard[torch.Tensor]:
     """Return True for a tensor with values in memory that nothing trains."""
     plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
     return plain and not value.requires_grad and not value.is_inference()
+
+
+def _changed(name: str, was: str, now: str, as_input: bool) -> str:
+    do = "give what changes as an input (a tensor with one value per sample), or set it back"
+    return (
+        f"{name} was {was} when the program was made and is {now} now, but the program has {was}: "
+        f"{do if as_input else 'set it back, or call autoplan.parallelize again'}"
+    )
+
+
+def _text(value: Any) -> str:
+    return str(value) if isinstance(value, enum.Enum) else repr(value)
 
 
 def _changed_tensor(name: str) -> str:
@@ -295,6 +346,18 @@ def _value(root: _Read, *path: _Part) -> Any:
     return at
 
 
+def _of_class(kind: type, name: str) -> Any:
+    """Return what a class or a base of it has under a name, `_GONE` if nothing; nothing of nn.Module itself."""
+    bases = (base for base in kind.__mro__ if base not in (nn.Module, object))
+    return next((vars(base)[name] for base in bases if name in vars(base)), _GONE)
+
+
+def _value_or_of_class(reference: _Read, name: str) -> Any:
+    holder = reference()
+    value = _attributes(holder).get(name, _GONE)
+    return _of_class(type(holder), name) if value is _GONE else value
+
+
 def _cell_value(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
@@ -303,8 +366,8 @@ def _cell_value(cell: types.CellType) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """Return a number, or the numbers in a container, in a form that does not change; None for anything else."""
-    if isinstance(value, _NUMBERS):
+    """Return a constant, or the numbers in a container, in a form that does not change; None for anything else."""
+    if isinstance(value, _ALONE):
         return value
     if isinstance(value, (list, tuple)) and 0 < len(value) <= _MOST_ENTRIES:
         return tuple(value) if all(isinstance(x, _NUMBERS) for x in value) else None

@@ -89,10 +89,20 @@ def _reduces(func: Any) -> bool:
     return torch.Tag.reduction in func.tags or func.overloadpacket.__name__ in _MORE_REDUCTIONS
 
 
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not func._schema.is_mutable
+
+
+def _same_memory(a: DTensor, b: DTensor) -> bool:
+    return bool(a._local_tensor.untyped_storage()._cdata == b._local_tensor.untyped_storage()._cdata)
+
+
 class TensorShard(DTensor):
     """A DTensor that knows its origin: a parameter's shard, its gradient, or a result computed from them."""
 
     origin: Origin
+    is_copied_part: bool = False  # a view of a whole tensor that had to be gathered: a change of it would be lost
 
     @classmethod
     def of(cls, local: torch.Tensor, spec: Any, origin: Origin, requires_grad: bool = False) -> Self:
@@ -121,12 +131,24 @@ class TensorShard(DTensor):
                 f"{name} over {origin.name or 'several parameters'}: this rank holds one of {origin.num_stages} "
                 f"pipeline stages, so that the result would not be the model's; {_INSTEAD}"
             )
+        if func._schema.is_mutable and isinstance(args[0], TensorShard) and args[0].is_copied_part:
+            raise ForeignUseError(
+                f"{func.overloadpacket.__name__} on a part of {args[0].origin.name or 'a parameter'}, which lies on "
+                "several ranks: the part is a copy here, so that the change would be lost; change the whole tensor "
+                "(p.grad.mul_(distribute_tensor(mask, p.device_mesh, p.placements)))"
+            )
         out = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if torch.Tag.inplace in func.tags and isinstance(args[0], torch.Tensor):
             return args[0]
 
+        is_view = _is_view(func) and isinstance(args[0], TensorShard)
+
         def same_origin(x: Any) -> Any:
-            return TensorShard.of(x._local_tensor, x._spec, origin, x.requires_grad) if type(x) is DTensor else x
+            if type(x) is not DTensor:
+                return x
+            made = TensorShard.of(x._local_tensor, x._spec, origin, x.requires_grad)
+            made.is_copied_part = is_view and (args[0].is_copied_part or not _same_memory(made, args[0]))
+            return made
 
         return tree_map(same_origin, out)
 

@@ -248,3 +248,20 @@ def foreign_states(rank: int, world: int, case: Case, spec_json: str, sources: d
         refusal(lambda s=s: pm.optimizer.load_state_dict(s))
         for s in ({**state, "state": whole}, {**state, "state": turned}, own)
     ]
+
+
+def changed_parts(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> list[str]:
+    """What is said of a change of a row or a column of a gradient; if nothing, the whole gradient has it."""
+    found = []
+    for p in program_of(case, spec_json, sources).parameters():
+        if not isinstance(p, DTensor) or p.dim() != 2:
+            continue
+        for part in ((slice(0, 1),), (slice(None), slice(1, 2))):
+            grad: Any = p.grad
+            want = grad.full_tensor().clone()
+            said = refusal(lambda grad=grad, part=part: grad[part].mul_(2))  # type: ignore[misc]
+            if not said:
+                want[part].mul_(2)
+            assert torch.equal(grad.full_tensor(), want)
+            found.append(said)
+    return found

@@ -158,10 +158,19 @@ def _loss(
 ) -> torch.Tensor:
     """Put classes last and join all other dims, as a loss over a split vocabulary takes them.
 
-    A cross entropy with probabilities as targets is written as sums; its mean is over the samples.
+    A cross entropy with probabilities as targets is written as sums; its mean is over the samples. So is one of
+    smoothed labels with weights of classes; its mean is over the weights of the labels.
     """
     dim = 1 if input.dim() > 1 else 0
     last = input.movedim(dim, -1)
+    if weight is not None and label_smoothing and not target.is_floating_point():
+        scores, ignored = F.log_softmax(last, -1), target == ignore_index
+        place, counts = target.masked_fill(ignored, 0), (~ignored).to(last.dtype)  # -100 is no class
+        weights = F.embedding(place, weight.unsqueeze(-1)).squeeze(-1) * counts
+        own = scores.gather(-1, place.unsqueeze(-1)).squeeze(-1) * weights
+        every = (scores * weight).sum(-1) * counts
+        losses = (label_smoothing - 1) * own - (label_smoothing / last.shape[-1]) * every
+        return losses.sum() / weights.sum() if reduction == 1 else losses.sum() if reduction == 2 else losses
     if not target.is_floating_point():
         how, last, target = "mean" if reduction == 1 else "sum", last.flatten(0, -2), target.flatten()
         return F.cross_entropy(last, target, weight, None, ignore_index, None, how, label_smoothing)
@@ -174,9 +183,15 @@ def _loss(
 
 
 def _is_loss(
-    input: torch.Tensor, target: torch.Tensor, weight: Any = None, reduction: int = 1, *rest: Any, **more: Any
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
 ) -> bool:
-    return target.is_floating_point() or (input.dim() > 2 and reduction != 0)
+    weighed = weight is not None and label_smoothing > 0 and input.dim() > 1
+    return target.is_floating_point() or weighed or (input.dim() > 2 and reduction != 0)
 
 
 def _patches(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *rest: Any) -> torch.Tensor:

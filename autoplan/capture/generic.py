@@ -49,7 +49,11 @@ def why_impure(op: torch._ops.OpOverload) -> str:
     if op._schema.is_mutable:
         return "changes its argument"
     if torch.Tag.nondeterministic_seeded in op.tags:
-        return "draws random numbers, which differ between plans"
+        return (
+            "draws random numbers, which differ between plans (give what it draws as an input, a tensor with one row "
+            "per sample, or draw it with F.dropout, which is alike in all plans: F.dropout(x.new_ones(x.shape[0], 1), "
+            "p) drops whole samples)"
+        )
     if torch.Tag.data_dependent_output in op.tags:
         return "returns a number that depends on the data"
     return ""

@@ -103,6 +103,12 @@ def _split(
     return None
 
 
+def _name(node: Node) -> str:
+    """Return the name of an op, of one without a record that of PyTorch."""
+    call = node.attrs.get("call")
+    return node.op if call is None else str(call).partition("(")[0].removeprefix("torch.ops.")
+
+
 def batch_obstacle(graph: ModelGraph) -> str | None:
     """Return why the batch of this model cannot be computed in parts (naming op and source line), or None if it can."""
     found, loss = _obstacle(graph, "b", frozenset())
@@ -155,7 +161,7 @@ def _obstacle(graph: ModelGraph, symbol: str, whole: Set[str]) -> tuple[str | No
             for node in block.nodes:
                 found = _result(node, block, types, factors, symbol)
                 if found is None:
-                    return f"{node.op} at {node.source or node.name}", R
+                    return f"{_name(node)} at {node.source or node.name}", R
                 types |= zip(node.outputs, found, strict=True)
             known[block.name, given] = [types[formal] for formal in block.outputs]
         top |= zip(call.outputs, known[block.name, given], strict=True)

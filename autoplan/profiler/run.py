@@ -16,7 +16,8 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -309,7 +310,7 @@ def measure_in_job(
             identities = job.gather(identity())
         nodes = agree_on_nodes(identities)
         try:
-            with guard():
+            with guard(), _default_dtype(torch.float32):  # that of the stages that are timed, whatever a script set
                 profile = _measure(job, nodes, tasks, name, known, dtypes, general)
                 box = [profile.to_json()]  # the times are the same on every rank, the machines may not be
                 dist.broadcast_object_list(box, 0)
@@ -318,6 +319,16 @@ def measure_in_job(
             raise nodes.explain(failure) from failure
     finally:
         shown.stop()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _measure(

@@ -63,6 +63,14 @@ def compare_runs(
     wrong = differing(trained, got.gradients, want.gradients)
     if not error <= TOLERANCE or wrong:
         losses = float(got.loss), float(want.loss)
+        again = float(run_module(task, copies_of(task.model, moved), batch, backward=False).loss)
+        if not abs(again - losses[1]) <= TOLERANCE * max(abs(losses[1]), ROUNDING):
+            raise CaptureError(
+                f"two calls of {type(task.model).__name__} and its loss with the same parameters and batch give "
+                f"{losses[1]:.8g} and {again:.8g}: one of them keeps a value for the next call (a count, a warm-up), "
+                "and a program would have that of the capture; give what changes as an input (a tensor with one value "
+                "per sample)"
+            )
         raise CaptureError(explain_difference(task, compiled, tensors, batch, losses, wrong))
     _compare_buffers(task, got.buffers, want.buffers, tensors.buffers)
     window = _window(task)

@@ -267,6 +267,23 @@ def test_hooks_on_gradients_are_refused() -> None:
         graph_of(model, given())
 
 
+def test_a_hook_on_a_tensor_of_the_forward_is_refused() -> None:
+    """No trace shows it, and a large model is not compared with its graph."""
+
+    def scaled(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda g: 0.1 * g)
+        return x
+
+    before = torch.Tensor.register_hook
+    with pytest.raises(
+        CaptureError, match=r"test_generic.py:\d+ \(x.register_hook.*a hook on the gradient of a tensor"
+    ):
+        graph_of(Model(scaled).double(), given())
+    assert torch.Tensor.register_hook is before
+    assert_equal(Model(lambda m, x: x.detach() + 0.1 * (x - x.detach())), given())  # as the message says
+
+
 def test_another_backward_is_refused() -> None:
     with pytest.raises(CaptureError, match="Rounded has a backward of its own that is not the derivative"):
         graph_of(Model(lambda m, x: Rounded.apply(x)).double(), given())  # type: ignore[no-untyped-call]

@@ -28,7 +28,6 @@ from test_faithful import run
 from torch import nn
 
 from autoplan.capture.export import capture
-from autoplan.errors import CaptureError
 from autoplan.ops.batch import batch_obstacle
 from experiments.compatibility import families
 
@@ -104,9 +103,32 @@ def test_another_use_of_the_size_of_the_batch_is_refused(loss: object, op: str) 
     assert re.match(rf"{op} at the loss function cannot be computed sample by sample", str(batch_obstacle(graph)))
 
 
-def test_a_mean_of_a_mean_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"the loss function: a mean over the batch is divided by b once more"):
-        capture(models.make_gpt(), batch(), lambda out, b: models.gpt_loss(out, b) / b["ids"].shape[0])
+def normalized_advantages(out: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The clipped objective of PPO."""
+    gain = (batch["gain"] - batch["gain"].mean()) / (batch["gain"].std() + 1e-8)
+    ratio = (F.log_softmax(out, -1)[:, 0] + 1.5).exp()
+    return -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+
+
+def balanced(out: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A weight that is counted in the batch, before a mean."""
+    true = (batch["gain"] > 0).double()
+    weight = (1 - true).sum() / true.sum().clamp(min=1)
+    return F.binary_cross_entropy_with_logits(out[:, 0], true, pos_weight=weight)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [normalized_advantages, balanced, lambda out, batch: F.cross_entropy(out, batch["labels"]) / out.shape[0]],
+)
+def test_a_mean_of_what_has_a_mean_inside(loss: Any) -> None:
+    """It is that of the whole batch, which is not split."""
+    model = filled(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    generator = torch.Generator().manual_seed(1)
+    x, gain = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((4, 6), (4,)))
+    batch = {"input": x, "gain": gain, "labels": torch.tensor([2, 1, 0, 3])}
+    graph = assert_equal(model, batch, loss, ("tp 2",))
+    assert "cannot be computed sample by sample" in str(batch_obstacle(graph))
 
 
 def detector_loss(out: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -146,3 +168,22 @@ def test_a_number_in_the_loss_is_counted_once(loss: Any, splits: bool) -> None:
     want, _ = families.eager(families.Family("", "", lambda: (model, batch), loss), model, batch)
     got, _ = run(model, graph, batch, num_micro_batches=2 if splits else 1)
     assert got == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize(("reduction", "ignore"), [("mean", -100), ("mean", 255), ("sum", 1)])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_smoothed_labels_with_weights_of_classes(reduction: str, ignore: int, dims: int) -> None:
+    """The mean is over the weights of the labels that count; one part has none of them."""
+    weight = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
+    labels = torch.tensor([[2, ignore, 0], [1, 3, 0], [ignore] * 3, [ignore] * 3])
+
+    def loss(out: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        settings: dict[str, Any] = {"ignore_index": ignore, "label_smoothing": 0.1, "reduction": reduction}
+        if dims == 2:
+            return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten(), weight, **settings)
+        return F.cross_entropy(out.transpose(1, 2), batch["labels"], weight, **settings)
+
+    model = filled(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    graph = assert_equal(model, {"input": x, "labels": labels}, loss, ("dp 2 ZeRO 3", "tp 2"))
+    assert batch_obstacle(graph) is None

@@ -289,6 +289,25 @@ def test_operations_of_one_size_are_not_measured_one_after_the_other(
     assert measured == spread(tasks) != tasks and len(profile.ops) == len(tasks)
 
 
+def test_the_default_dtype_of_a_script_is_not_that_of_the_measurement(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stages that are timed state float32; with `torch.set_default_dtype(torch.float64)` they computed another."""
+    seen: list[torch.dtype] = []
+
+    def measure_one(task: MeasureTask, *_: object) -> MeasuredOp:
+        seen.append(torch.get_default_dtype())
+        return measure_op(task, *_)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("autoplan.profiler.run.measure_op", measure_one)
+    torch.set_default_dtype(torch.float64)
+    try:
+        measure_in_job([adamw_task(100, "float32")], 20.0, general=False, progress=False)
+        assert seen == [torch.float32] and torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.processes
 def test_what_is_known_is_not_measured_again() -> None:
     first, second = pool(2).run(profiler_jobs.measure_again)[0]

@@ -61,6 +61,14 @@ def test_what_a_dtensor_cannot_say_is_refused_by_name() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("case", [Case("llama", dp=2, zero=1), Case("llama", tp=2)], ids=str)
+def test_a_change_of_a_part_is_not_lost(case: Case) -> None:
+    """Torch gathers a row of a tensor that is split by rows, and would change the copy."""
+    for said in run(shard_jobs.changed_parts, case):
+        assert "" in said and any("mul_ on a part of " in text and "would be lost" in text for text in said)
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("family", ["mixtral", "mixtral-of-two"])  # shards of dim 0, and of dim 1
 def test_experts_have_a_mesh_of_their_own(family: str) -> None:
     """Norms over both meshes are refused by name; each parameter and the checkpoint are whole all the same."""

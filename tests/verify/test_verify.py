@@ -279,6 +279,18 @@ def test_a_backward_of_the_models_own() -> None:
         captured(OwnBackward(), {"x": torch.zeros(2, SEQ, 8)}, square_loss)
 
 
+def test_a_loss_that_keeps_a_count() -> None:
+    """It is no error of the capture."""
+    calls = [0]
+
+    def warming_up(out: torch.Tensor, batch: Any) -> torch.Tensor:
+        calls[0] += 1
+        return out.mean() * min(1.0, calls[0] / 100)
+
+    with pytest.raises(CaptureError, match=r"^two calls of Linear and its loss .* keeps a value for the next call"):
+        verify_whole(captured(nn.Linear(4, 4), {"input": torch.ones(2, 4)}, warming_up))
+
+
 def test_a_graph_that_cannot_run() -> None:
     task = plain_task()
     graph = with_node(task.graph, lambda n: n.op == "sum", attrs(dims=(7,)))

@@ -11,6 +11,7 @@
 `host`: a model on an accelerator, captured as if it were on the host.
 `huggingface`: Hugging Face models, with attention as one op.
 `inplace`: in-place ops as ops that make new tensors.
+`frames`: lines of the user's code in a stack of calls.
 `inputs`: model, example batch and loss as one module.
 `layer_tracer`: find the repeated layers and delimit them in the trace.
 `lengths`: which inputs are sequences, and of which length.

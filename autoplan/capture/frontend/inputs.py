@@ -34,7 +34,9 @@ def check_arguments(model: Any, example_inputs: Any, loss_fn: Any) -> None:
     for name, tensor in example_inputs.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise CaptureError(
-                f"example_inputs[{name!r}] is of type {type(tensor).__name__}; example_inputs must map names to tensors"
+                f"example_inputs[{name!r}] is of type {type(tensor).__name__}; example_inputs must map names to "
+                "tensors: leave out what the forward has by default, or give a module around the model whose forward "
+                "takes tensors alone and gives it the rest"
             )
     if loss_fn is not None and not callable(loss_fn):
         raise CaptureError(f"loss_fn is of type {type(loss_fn).__name__}, not a function (outputs, batch) -> scalar")

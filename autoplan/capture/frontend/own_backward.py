@@ -2,20 +2,24 @@
 
 A trace holds the ops of their forward; the program's backward is the derivative of those. So the backward that a class
 writes must be that derivative. It is run on small random tensors, and a class whose backward is another one (a
-straight-through estimator, a clipped gradient) is refused by name.
+straight-through estimator, a clipped gradient) is refused by name. So is a hook on the gradient of a tensor, which no
+trace shows.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
+from autoplan.capture.frontend.frames import place_of_frame
 from autoplan.errors import CaptureError
 
 _MOST_PER_DIM = 64
@@ -34,6 +38,15 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
                 f"parameter {name!r} has a hook on its gradient; remove it, and change gradients between step() and "
                 "the optimizer's step"
             )
+
+
+def _refuse_tensor_hook(tensor: torch.Tensor, hook: Any) -> Any:
+    place = place_of_frame(traceback.extract_stack()[:-1])
+    raise CaptureError(
+        f"{place}a hook on the gradient of a tensor, which the program would not run; to change a "
+        "gradient use a custom op (torch.library.custom_op with register_autograd) or detach (x.detach() + s * (x - "
+        "x.detach()) scales it by s), otherwise remove the hook"
+    )
 
 
 class _Context:
@@ -56,7 +69,8 @@ def checked_backwards() -> Iterator[None]:
     """Check every class of the user's or of a library that a trace applies; PyTorch's own classes are trusted.
 
     The context raises CaptureError for a class whose backward is not the derivative of its forward, or that does not
-    run on random tensors. What PyTorch's checkpoints run under no_grad is run as it is: a plan says what is recomputed.
+    run on random tensors, and for a hook on the gradient of a tensor. What PyTorch's checkpoints run under no_grad is
+    run as it is: a plan says what is recomputed.
     """
     original = _BASE.__dict__["apply"]
     checked: set[type] = set()
@@ -70,11 +84,11 @@ def checked_backwards() -> Iterator[None]:
             checked.add(cls)
         return original.__func__(cls, *args, **kwargs)
 
-    _BASE.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(_BASE, "apply", classmethod(apply)))
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            patches.enter_context(patch.object(torch.Tensor, name, _refuse_tensor_hook))
         yield
-    finally:
-        _BASE.apply = original  # type: ignore[method-assign]
 
 
 def _check(cls: Any, apply: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

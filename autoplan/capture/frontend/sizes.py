@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, Guar
 from torch.utils._pytree import tree_structure
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from autoplan.capture.frontend.frames import place_of_frame
 from autoplan.capture.frontend.layer_tracer import LayerTracer
 from autoplan.capture.frontend.lengths import length_symbols, target_inputs
 from autoplan.errors import CaptureError, LengthError
@@ -228,7 +229,7 @@ def _fixed_batches(places: list[str]) -> Iterator[None]:
     def noting(self: Any, symbol: Any, value: Any, *args: Any) -> Any:
         sources = self.var_to_sources.get(symbol, ())
         if value.is_number and any(str(source.name).endswith("size()[0]") for source in sources):
-            places.append(_place(traceback.extract_stack()))
+            places.append(place_of_frame(traceback.extract_stack()))
         return original(self, symbol, value, *args)
 
     with nullcontext() if original is None else patch.object(ShapeEnv, name, noting):
@@ -269,16 +270,8 @@ def _refined(wrapper: LossModule, shapes: dict[str, Any], exc: Exception, places
 
 
 def _place_of(exc: BaseException) -> str:
-    """Return the place in the user's code where an error was raised, as `_place`."""
-    return _place(traceback.extract_tb(exc.__traceback__))
-
-
-def _place(stack: traceback.StackSummary) -> str:
-    """Return the innermost frame outside torch, as 'file:line: '."""
-    for frame in reversed(stack):
-        if "/torch/" not in frame.filename and "autoplan/capture" not in frame.filename:
-            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} ({frame.line}): "
-    return ""
+    """Return the place in the user's code where an error was raised, as `place_of_frame`."""
+    return place_of_frame(traceback.extract_tb(exc.__traceback__))
 
 
 def _said(exc: BaseException) -> str:

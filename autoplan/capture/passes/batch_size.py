@@ -12,7 +12,6 @@ from collections.abc import Set
 from dataclasses import replace
 
 from autoplan.capture.trace import Trace
-from autoplan.errors import CaptureError
 from autoplan.ir.graph import LOSS_SHARE, OF_THE_WHOLE_BATCH, Node, Value, of_the_batch
 from autoplan.ir.symbols import Expr
 from autoplan.ops.record import Trait
@@ -82,9 +81,6 @@ def averages_of_micro_batches(trace: Trace, counted: Set[str]) -> None:
 
     Args:
         counted: what the denominators of the loss count. It is computed for the whole batch, so it gets no share.
-
-    Raises:
-        CaptureError: for a mean over tokens that is also divided by the batch size.
     """
     have_share = [i for i, n in enumerate(trace.nodes) if LOSS_SHARE in n.inputs or counted & set(n.outputs)]
     before = {*have_share, *trace.flow().leading_to(have_share)}
@@ -101,15 +97,11 @@ def averages_of_micro_batches(trace: Trace, counted: Set[str]) -> None:
         summed = not any("b" in size.symbols for size in trace.values[given].shape)
         rest = scalar.divide(Expr.symbol("b"))
         once = node.op == "div_scalar" and rest is not None and "b" not in rest.symbols
-        if not once or not summed or trace.region[node.name]:
+        divided = {given, *(x for i in flow.leading_to([index]) for x in nodes[i].tensor_inputs)}
+        again = not all(map(of_the_batch, divided.intersection(trace.inputs)))  # of what is or has a mean already
+        if not once or not summed or again or trace.region[node.name]:
             trace.nodes[index] = replace(node, attrs={**node.attrs, OF_THE_WHOLE_BATCH: True})
             continue
-        divided = {given, *(x for i in flow.leading_to([index]) for x in nodes[i].tensor_inputs)}
-        if not all(map(of_the_batch, divided.intersection(trace.inputs))):
-            raise CaptureError(
-                f"{node.source}: a mean over the batch is divided by {scalar} once more; use reduction='sum' before "
-                "it, or leave the division out"
-            )
         _share(trace, index)
 
 

@@ -1,0 +1,14 @@
+"""Lines of the user's code in a stack of calls, for errors."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+
+
+def place_of_frame(stack: Sequence[traceback.FrameSummary]) -> str:
+    """Return the innermost frame outside torch, as 'file:line (text): '."""
+    for frame in reversed(stack):
+        if "/torch/" not in frame.filename and "autoplan/capture" not in frame.filename:
+            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} ({frame.line}): "
+    return ""
