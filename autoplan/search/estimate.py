@@ -10,7 +10,7 @@ from autoplan.config.keys import check_kind
 from autoplan.config.numbers import without_numpy
 from autoplan.config.offload import state_offload, with_offload
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import FULL, NONE, check_choice, modules_of
+from autoplan.config.recompute import FULL, NONE, OFFLOAD, check_choice, kinds_in, modules_of
 from autoplan.cost_models.memory.recompute_frontier import recompute_mapping
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.breakdown import estimated
@@ -128,7 +128,8 @@ def _priced(
     points: LayoutCache, config: ParallelConfig, experts: ExpertDegrees | None, ends: bool, methods: MethodChoice
 ) -> Planned:
     r = points.request
-    point = points.get(config.tp, config.micro_batch_size, config.cp, experts, ends=ends, methods=methods)
+    chosen = points.for_device if OFFLOAD in kinds_in(config.recompute) else points.get
+    point = chosen(config.tp, config.micro_batch_size, config.cp, experts, ends=ends, methods=methods)
     if point is None:
         raise no_layout(r, f"tp={config.tp}")
     pricer = Pricer(point.workload, config, points.costs, points.precision, point.times)

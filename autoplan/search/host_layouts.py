@@ -7,8 +7,9 @@ by the prices of blocks.
 
 Such a layout often has no sequence parallelism, which has twice as many collectives and keeps a tp-th of some
 activations (Korthikanti et al., 2022). The layout is chosen before it is known whether memory binds. So it may keep
-hardly more than the first; if it does, one is solved in which blocks hand over values as they do in the first.
-For a framework (`PlanRequest.of_framework`) the first layout stays: frameworks split layers in one way, near to it.
+hardly more than the first; if it does, one is solved in which blocks hand over values as they do in the first. Where
+activations go to the host, whose link then decides, the first layout stays, and for a framework
+(`PlanRequest.of_framework`): frameworks split layers in one way, near to it.
 """
 
 from __future__ import annotations

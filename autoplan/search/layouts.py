@@ -16,7 +16,7 @@ from autoplan.config.mesh import folds
 from autoplan.config.offload import ACTIVATIONS
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.config.precision import Precision, precision_of
-from autoplan.config.recompute import OFFLOAD, RecomputeMix, kinds_in, modules_of, recompute_kind
+from autoplan.config.recompute import NONE, OFFLOAD, RecomputeMix, kinds_in, modules_of, recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.memory.least import LeastMemory
 from autoplan.cost_models.memory.room import Room
@@ -446,7 +446,9 @@ class LayoutCache:
     def of(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> CandidateLayout | None:
         """Return the layout of a candidate; None if there is none. Raises StoppedError."""
         c = self.decided(candidate, limit_s)
-        return self.get(c.tp, c.micro_batch_size, c.cp, self._experts(c), limit_s, methods=c.methods)
+        on_host = ACTIVATIONS in c.offload or OFFLOAD in kinds_in(self.request.pins.recompute or NONE)
+        chosen = self.for_device if on_host else self.get
+        return chosen(c.tp, c.micro_batch_size, c.cp, self._experts(c), limit_s, methods=c.methods)
 
     def _experts(self, candidate: ParallelConfig) -> ExpertDegrees | None:
         c, r = candidate, self.request
@@ -521,7 +523,7 @@ class LayoutCache:
         Raises:
             StoppedError: the layout is not decided.
         """
-        known = self._bounds_of(members)
+        known = self._bounds_of(members[0])
         return None if known is None else known.of(members, self.room, below_s)
 
     def offloaded_bounds_s(self, members: Sequence[ParallelConfig], below_s: float = math.inf) -> list[float]:
@@ -533,22 +535,21 @@ class LayoutCache:
         Raises:
             StoppedError: the layout is not decided.
         """
-        known = self._bounds_of(members)
+        known = self._bounds_of(members[0].but(offload=(ACTIVATIONS,)))
         if known is None:
             return [0.0] * len(members)
         return known.offloaded_s(members, [offload_kinds(self.request, c) for c in members], self.room, below_s)
 
-    def _bounds_of(self, members: Sequence[ParallelConfig]) -> StateBounds | None:
-        """Return the bounds for candidates with the same work inside blocks; None if there is no layout."""
-        point, least = self.of(members[0]), self.least_pass(members[0])
+    def _bounds_of(self, c: ParallelConfig) -> StateBounds | None:
+        """Return the bounds for candidates with the work of this one in blocks; None if there is no layout."""
+        point, least = self.of(c), self.least_pass(c)
         if point is None or least is None:
             return None
-        key = id(point), num_copies(members[0].schedule)
+        key = id(point), num_copies(c.schedule)
         known = self._state_bounds.get(key)
         if known is None:
             seconds = LeastTime(point.workload, point.times, self.costs, self.precision, self._state_seconds)
             fixed = self.request.pins.recompute is not None
-            c = members[0]
             simulated = self._simulated[self.halves.get((c.tp, c.micro_batch_size, c.cp), 0)]
             known = StateBounds(seconds, self.least_memory(point), least.seconds, fixed, simulated)
             self._state_bounds[key] = known

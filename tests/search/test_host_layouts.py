@@ -107,3 +107,13 @@ def test_a_search_prices_its_plan_as_an_estimate_does() -> None:
     assert again.point.solution.selection == plan.point.solution.selection
     assert certificate.status in ("complete", "within the gap asked for")
     assert num_sent(plan.point, "layer") == 4
+
+
+@pytest.mark.parametrize("how", [{"recompute": "offload"}, {}])
+def test_layouts_of_activations_on_the_host_keep_least(how: dict[str, str]) -> None:
+    first, taken = both(request())
+    planned = estimate_config(request(), TP4.but(**how))
+    assert planned.point.solution.selection == (first if how else taken).solution.selection
+    points, wanted = LayoutCache(request()), TP4.but(offload=("activations",) if how else ())
+    found = points.of(wanted)
+    assert found is not None and found.solution.selection == planned.point.solution.selection
