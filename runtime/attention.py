@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch.nn import functional
 
@@ -75,7 +73,10 @@ def attention(
     _check_documents(q, documents, mask)
     _check_in_parts(q, k, sinks, softcap, causal, mask)
     cut = _cut_axes(q, k, mask, gather, ring, ulysses)
-    how = how.within(q.shape[2] * math.prod(current_mesh().size(axis) for axis in cut), documents is not None)
+    length = q.shape[2]
+    for axis in cut:  # not math.prod, at which compiled blocks would break their graph
+        length *= current_mesh().size(axis)
+    how = how.within(length, documents is not None)
     if ulysses is not None and ulysses in cut:
         given = (to_heads(x, ulysses) for x in (q, k, v))
         ids = None if documents is None else gathered_documents(documents, ulysses)

@@ -397,8 +397,11 @@ def test_factors_that_cannot_be_named_are_refused() -> None:
 # The graph as text.
 
 
+OF_EVALUATION = ("evaluation", "no_evaluation")  # of a graph; plans do not depend on it
+
+
 def variants(obj: Any) -> Iterator[Any]:
-    """The object with one thing changed, for every thing in it that counts in a comparison."""
+    """The object with one thing changed, for every thing in it that counts in a comparison and in the hash of a graph."""
     if isinstance(obj, bool):
         yield not obj
     elif isinstance(obj, str):
@@ -419,7 +422,7 @@ def variants(obj: Any) -> Iterator[Any]:
             for new in variants(old):
                 yield (*obj[:i], new, *obj[i + 1 :])
     else:
-        for field in (each for each in dataclasses.fields(obj) if each.compare):
+        for field in (each for each in dataclasses.fields(obj) if each.compare and each.name not in OF_EVALUATION):
             for new in variants(getattr(obj, field.name)):
                 yield replace(obj, **{field.name: new})
 
@@ -465,6 +468,8 @@ def test_the_hash_changes_when_anything_changes() -> None:
     assert turned.content_hash == graph.content_hash == tiny().content_hash
     # nor with the positions that a config names, which are a note for users
     assert replace(graph, positions=4096).content_hash == graph.content_hash
+    # nor with the graph of its evaluation
+    assert replace(graph, evaluation=tiny(), no_evaluation="why").content_hash == graph.content_hash
     kinds = [1, 1.0, True, "1", None, Expr.of(1)]
     one = graph.blocks["one"]
     seen = {

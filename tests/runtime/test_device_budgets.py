@@ -265,6 +265,7 @@ def test_every_operation_of_an_emitted_program_has_a_budget() -> None:
     without = {
         "parameter": "a declaration",
         "context_length": "a number",
+        "context_positions": "an arange, and a context part of it",
         "typed": "only type-checked",
         "vary": "only type-checked",
         "scan": "runs a model's own function",
