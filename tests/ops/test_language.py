@@ -401,7 +401,7 @@ OF_EVALUATION = ("evaluation", "no_evaluation")  # of a graph; plans do not depe
 
 
 def variants(obj: Any) -> Iterator[Any]:
-    """The object with one thing changed, for every thing in it that counts in a comparison and in the hash of a graph."""
+    """The object with one thing changed, for every thing that counts in a comparison and in the hash of a graph."""
     if isinstance(obj, bool):
         yield not obj
     elif isinstance(obj, str):
