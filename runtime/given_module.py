@@ -47,11 +47,8 @@ class GivenModule:
             for prefix, module in model.named_modules()
             if module._parameters
         ]
-        self._children = [
-            (prefix, weakref.ref(module), {name: (weakref.ref(child), type(child).__name__) for name, child in held})
-            for prefix, module in model.named_modules()
-            if (held := list(module.named_children()))
-        ]
+        self._children = [(name, weakref.ref(module), held) for name, module in model.named_modules()
+                          if (held := _children(module))]  # fmt: skip
         self._late: list[tuple[str, weakref.ref[Any], tuple[int, int]]] = [
             (name, weakref.ref(held), _form(held)) for name, held in (*model.named_modules(), *model.named_parameters())
         ]
@@ -159,6 +156,10 @@ class GivenModule:
             made.get_submodule(owner)._buffers[attr] = value.clone()
         _tie_again(made, self._form)
         return made
+
+
+def _children(module: nn.Module) -> dict[str, tuple[weakref.ref[nn.Module], str]]:
+    return {name: (weakref.ref(child), type(child).__name__) for name, child in module.named_children()}
 
 
 def _gone() -> None:

@@ -89,6 +89,16 @@ def _reduces(func: Any) -> bool:
     return torch.Tag.reduction in func.tags or func.overloadpacket.__name__ in _MORE_REDUCTIONS
 
 
+def _refuse_lost_change(func: Any, args: Any) -> None:
+    """Raise ForeignUseError for a change of a copy that stands for a part of a tensor."""
+    if func._schema.is_mutable and isinstance(args[0], TensorShard) and args[0].is_copied_part:
+        raise ForeignUseError(
+            f"{func.overloadpacket.__name__} on a part of {args[0].origin.name or 'a parameter'}, which lies on "
+            "several ranks: the part is a copy here, so that the change would be lost; change the whole tensor "
+            "(p.grad.mul_(distribute_tensor(mask, p.device_mesh, p.placements)))"
+        )
+
+
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not func._schema.is_mutable
@@ -131,12 +141,7 @@ class TensorShard(DTensor):
                 f"{name} over {origin.name or 'several parameters'}: this rank holds one of {origin.num_stages} "
                 f"pipeline stages, so that the result would not be the model's; {_INSTEAD}"
             )
-        if func._schema.is_mutable and isinstance(args[0], TensorShard) and args[0].is_copied_part:
-            raise ForeignUseError(
-                f"{func.overloadpacket.__name__} on a part of {args[0].origin.name or 'a parameter'}, which lies on "
-                "several ranks: the part is a copy here, so that the change would be lost; change the whole tensor "
-                "(p.grad.mul_(distribute_tensor(mask, p.device_mesh, p.placements)))"
-            )
+        _refuse_lost_change(func, args)
         out = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if torch.Tag.inplace in func.tags and isinstance(args[0], torch.Tensor):
             return args[0]

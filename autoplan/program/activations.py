@@ -485,16 +485,16 @@ class _Walk:
             selective_ops=tuple(core),
             recompute_transient_bytes=max(0, self._bytes({*saved, *with_grad}) + transient - kept_bytes),
             saved_inputs=tuple(self.storages[s] if s in saved and s in with_grad else 0 for s in inputs),
-            saved_outputs=tuple(
-                self.storages[s] if value.requires_grad and s in saved and s not in with_grad else 0
-                for s, value in outs
-            ),
+            saved_outputs=self._saved_outputs(outs, saved.difference(with_grad)),
             num_rerun=self.num_rerun,
             group_ops={**statements_by_group(found), BY_OPERATION: again.rerun},
             choice_bytes=chosen,
             ends=ends_of(kept, inputs, [s for s, _ in outs], self.storages),
             modules={name: there[name] for name in asked if name in there},
         )
+
+    def _saved_outputs(self, outs: Sequence[tuple[int, Value]], saved: set[int]) -> Ints:
+        return tuple(self.storages[s] if value.requires_grad and s in saved else 0 for s, value in outs)
 
     def _choices(
         self, found: Sequence[Region], there: Mapping[str, Sequence[Region]], given: set[int], counted: set[int]
