@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from buffer_models import program_of
 from torch import nn
-
-import autoplan
 
 
 class Unit(nn.Module):
@@ -76,16 +75,7 @@ def trained(rank: int, world: int, pins: dict[str, Any], compile: str | None = N
     """The largest difference to one process, relative: of losses, parameters and running statistics of two steps."""
     model = made()
     one = copy.deepcopy(model)
-    pm = autoplan.parallelize(
-        model,
-        "local",
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        example_inputs=batch(4),
-        loss_fn=loss,
-        pins=pins,
-        global_batch_size=8,
-        compile=compile or False,
-    )
+    pm = program_of(model, batch(4), loss, pins, compile, lr=0.1)
     size, losses = 8 // pm.data_world, []
     for step in range(2):
         losses.append(pm.step({n: x[pm.data_rank * size :][:size] for n, x in batch(seed=step).items()}).item())
@@ -108,16 +98,7 @@ def evaluated(rank: int, world: int, pins: dict[str, Any], rows: int, compile: s
 
     Asserts that different numbers of rows are evaluated too, and that no step takes them.
     """
-    pm = autoplan.parallelize(
-        made(),
-        "local",
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        example_inputs=batch(4),
-        loss_fn=loss,
-        pins=pins,
-        global_batch_size=8,
-        compile=compile or False,
-    )
+    pm = program_of(made(), batch(4), loss, pins, compile, lr=0.1)
     size = 8 // pm.data_world
     pm.step({n: x[pm.data_rank * size :][:size] for n, x in batch().items()})
     pm.optimizer.step()

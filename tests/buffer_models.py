@@ -175,6 +175,18 @@ class Averaged(nn.Module):
         return out
 
 
+class Tokens(Stacked):
+    """Has token ids as inputs, as the check of types makes them."""
+
+    def __init__(self) -> None:
+        super().__init__(Averaged, 1)
+        self.embedding = nn.Embedding(16, WIDTH)
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.embedding(x)
+        return out
+
+
 class Tracked(Stacked):
     """Keeps a moving average of a term of its loss, which it returns beside its output."""
 
@@ -291,20 +303,33 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-300))
 
 
-def trained(rank: int, world: int, name: str, pins: dict[str, Any], compile: str | None = None) -> tuple[float, float]:
-    """The largest difference to one process of losses, parameters and buffers; and to one that has one rank's rows."""
-    model = made(name)
-    one, apart, again = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
-    pm = autoplan.parallelize(
+def program_of(
+    model: nn.Module,
+    example: dict[str, torch.Tensor],
+    loss_fn: Callable[..., torch.Tensor],
+    pins: dict[str, Any],
+    compile: str | None,
+    *,
+    lr: float,
+) -> Any:
+    """The program of a model trained by SGD on eight rows a step."""
+    return autoplan.parallelize(
         model,
         "local",
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
-        example_inputs=batch(4),
-        loss_fn=loss,
+        optimizer=lambda p: torch.optim.SGD(p, lr=lr),
+        example_inputs=example,
+        loss_fn=loss_fn,
         pins=pins,
         global_batch_size=8,
         compile=compile or False,
     )
+
+
+def trained(rank: int, world: int, name: str, pins: dict[str, Any], compile: str | None = None) -> tuple[float, float]:
+    """The largest difference to one process of losses, parameters and buffers; and to one that has one rank's rows."""
+    model = made(name)
+    one, apart, again = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
+    pm = program_of(model, batch(4), loss, pins, compile, lr=0.05)
     size, losses = 8 // pm.data_world, []
     for step in range(STEPS):
         losses.append(pm.step({n: x[pm.data_rank * size :][:size] for n, x in batch(seed=step).items()}).item())
@@ -352,16 +377,7 @@ def evaluated(rank: int, world: int, name: str, pins: dict[str, Any], rows: int,
     """
 
     def program() -> Any:
-        return autoplan.parallelize(
-            made(name),
-            "local",
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
-            example_inputs=batch(4),
-            loss_fn=loss,
-            pins=pins,
-            global_batch_size=8,
-            compile=compile or False,
-        )
+        return program_of(made(name), batch(4), loss, pins, compile, lr=0.05)
 
     def step(of: Any, number: int) -> float:
         size = 8 // of.data_world

@@ -266,23 +266,11 @@ def test_what_is_sent_is_priced_and_listed(name: str) -> None:
     assert all(priced[what] == count for what, count in sent.items())
 
 
-class Tokens(Stacked):
-    """Has token ids as inputs, as the check of types makes them."""
-
-    def __init__(self) -> None:
-        super().__init__(buffer_models.Averaged, 1)
-        self.embedding = nn.Embedding(16, WIDTH)
-
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.embedding(x)
-        return out
-
-
 def test_types_of_a_split_program_are_checked() -> None:
     import spmd_types
 
     ids = {"x": torch.zeros(2, 4, dtype=torch.long)}
-    program = _compiled(capture(Tokens(), ids, lambda out, batch: out.square().mean()), {"tp": 2})[1]
+    program = _compiled(capture(buffer_models.Tokens(), ids, lambda out, batch: out.square().mean()), {"tp": 2})[1]
     check_program(program.spec, program.sources)
     broken = {
         name: text.replace("update_buffer(", "update_buffer(to_partial(", 1) for name, text in program.sources.items()

@@ -186,17 +186,8 @@ def _compiled(graph: ModelGraph, tp: int) -> Program:
 
 
 def test_the_text_form_and_the_types_of_an_evaluation() -> None:
-    class Tokens(Stacked):
-        def __init__(self) -> None:
-            super().__init__(buffer_models.Averaged, 1)
-            self.embedding = nn.Embedding(16, WIDTH)
-
-        def before(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.embedding(x)
-            return out
-
     ids = {"x": torch.zeros(2, 4, dtype=torch.long)}
-    graph = capture(Tokens(), ids, lambda out, batch: out.square().mean())
+    graph = capture(buffer_models.Tokens(), ids, lambda out, batch: out.square().mean())
     assert ModelGraph.from_json(graph.to_json()) == graph
     program = _compiled(graph, 2)
     assert ProgramSpec.from_json(program.spec.to_json()) == program.spec
