@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, NamedTuple
 
@@ -107,6 +108,8 @@ def run_ranks(
         RankError: a rank raised, died, or the time is over. No process is left running either way.
     """
     context: Any = multiprocessing.get_context(start)
+    if start == "spawn":
+        resource_tracker.ensure_running()  # it starts with the first process otherwise, and lets interrupts through
     lo = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if sys.platform == "linux" else {}
     pipes, children = list[Connection](), []
     with tempfile.TemporaryDirectory() as folder, environment(OMP_NUM_THREADS=str(num_threads), **lo):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +57,21 @@ def test_ranks_answer_or_are_named_and_end() -> None:
     with pytest.raises(RankError, match="rank 1: the process died"):
         run_ranks(_ends, 2, "dies", timeout_s=120.0)
     assert set(multiprocessing.active_children()) <= others and os.environ.get("OMP_NUM_THREADS") == before
+
+
+def _holds_interrupts(rank: int, world: int) -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_no_rank_sees_an_interrupt_even_while_it_starts() -> None:
+    """In a fresh process: the first one that it spawns brings a helper along, which once undid the hold."""
+    code = """
+from autoplan.profiler.processes import run_ranks
+from test_processes import _holds_interrupts
+if __name__ == "__main__":
+    print(run_ranks(_holds_interrupts, 2, timeout_s=60))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=90
+    )
+    assert done.stdout == "[True, True]\n", done
