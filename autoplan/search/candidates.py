@@ -112,6 +112,8 @@ class Candidates:
 
     def _methods_of(self, candidate: ParallelConfig) -> list[ParallelConfig]:
         found = [candidate]
+        if candidate.cp == 1 or candidate.methods:  # most: none needs the time that is left
+            return found
         with suppress(StoppedError):
             found = self.points.with_methods(candidate, self.layout_limit_s())
         if not found:

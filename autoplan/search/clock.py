@@ -10,12 +10,14 @@ readings, and not on the machine.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 # Linux: nanoseconds that this thread has run, nanoseconds that it has waited for a core, turns
 # (Documentation/scheduler/sched-stats.rst)
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
+_ENOUGH = 128  # bytes: three numbers
 _NOT_COUNTED = 2 / 3
 
 
@@ -26,7 +28,11 @@ def now_s() -> float:
 
 def _waited_s() -> float:
     """Return how long this thread has waited for a core since its start; 0 where that is not known."""
-    try:
-        return int(_SCHEDSTAT.read_text(encoding="ascii").split()[1]) * 1e-9
+    try:  # a search asks thousands of times: Path.read_text takes twice as long
+        file = os.open(_SCHEDSTAT, os.O_RDONLY)
+        try:
+            return int(os.read(file, _ENOUGH).split()[1]) * 1e-9
+        finally:
+            os.close(file)
     except (OSError, ValueError, IndexError):
         return 0.0

@@ -48,6 +48,8 @@ _CLOSE = 1 - ORDER_OF_SUMS
 @lru_cache(maxsize=4096)  # candidates that differ in ZeRO or micro-batches share cuts
 def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
     """Return units per chunk, each at least one, with the least sum of squared times of chunks."""
+    if len(seconds) == num_chunks:
+        return (1,) * num_chunks
     windows = between_ends(prefix(np.array(seconds))) ** 2
     windows[_empty(len(windows))] = np.inf
     squares = by_stage(windows, num_chunks)  # chunk k, from its unit k + a to its unit k + b
