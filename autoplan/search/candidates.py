@@ -99,11 +99,17 @@ class Candidates:
             points = self.points
             halves = even_halves(cuts, [1.0] * len(cuts), {})
             self.pair.share(
-                cuts, halves, lambda cut: points.solve(cut, self.layout_limit_s()), points.solved, points.take
+                cuts,
+                halves,
+                lambda cut: points.solve(cut, self.layout_limit_s()),
+                points.solved,
+                points.take,
+                by_either=True,
             )
             keys = points.open_methods(some)
             halves = even_halves(keys, [1.0] * len(keys), points.halves)
-            self.pair.share(keys, halves, self._compare_methods, points.known_methods, points.learn_methods)
+            methods = self._compare_methods, points.known_methods, points.learn_methods
+            self.pair.share(keys, halves, *methods, by_either=True)
         return [self._methods_of(c) if c in some else [c] for c in given]
 
     def _compare_methods(self, key: tuple[int, int, int]) -> None:

@@ -124,6 +124,7 @@ class PackedProgram:
         at[order] = np.arange(len(order), dtype=np.int32)
         highs, nothing = new(), np.array([], dtype=np.int32)
         options: dict[str, Any] = {"output_flag": False, "mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "threads": 1}
+        options["mip_heuristic_run_feasibility_jump"] = False  # a tenth of the time, for solutions far from the best
         for name, value in (options | {"time_limit": float(time_limit_s)}).items():
             highs.setOptionValue(name, value)
         zeros = np.zeros(len(order))

@@ -3,7 +3,8 @@
 The helper is a fork of the planner: both do the same search in step, and know the same of every candidate. What takes
 long and depends on little is shared: each does its half and sends what it found, so that both know all of it. So no
 state has to be sent, and the answer is that of one process, to the last bit: what a share finds depends neither on who
-does it nor on the moment. Only the clock does, so the planner's readings decide for both.
+does it nor on the moment. Only the clock does, so the planner's readings decide for both. So who is done with its half
+may also go on with the other one's.
 
 The helper never outlives the search. If it dies, stands still, or does something else than the planner,
 `LostHelperError` says so, and the search is done again without one.
@@ -14,7 +15,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import select
 import signal
+import struct
 import sys
 import threading
 import time
@@ -36,6 +39,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds that it 
 _LOAD = Path("/proc/loadavg")  # its fourth field begins with the number of threads that run, or could
 _LOOKS, _APART_S = 3, 0.002  # something may run for a moment only
 _STUCK_S = 30.0  # a helper that is waited for and took no processor time for so long is stopped, or waits for a lock
+_TURN = struct.Struct("5q")  # share, then by process what is taken of its list from the front, and up to where it goes
 _STAT = "/proc/{}/stat"  # fields 14 and 15 of a process: its processor time
 
 
@@ -55,6 +59,7 @@ class SearchPair:
         self._mine: int | None = None  # the half of this process; None: it is alone, and does both
         self._child = 0
         self._other: Connection | None = None
+        self._turns: _Turns | None = None
 
     def start(self, help_search: Callable[[], None]) -> None:
         """Start a helper that runs `help_search`; without a second core, or if none can be started, go on alone."""
@@ -63,12 +68,14 @@ class SearchPair:
         with _no_interrupt():
             mine, others = multiprocessing.Pipe()
             try:
+                self._turns = _Turns()
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: other threads do not go on
                     child = os.fork()
-            except OSError:  # no more processes, or no memory
+            except OSError:  # no more processes, files, or memory
                 mine.close()
                 others.close()
+                self._close_turns()
                 return
             if child == 0:
                 mine.close()
@@ -87,6 +94,12 @@ class SearchPair:
         if self._other is not None:
             self._other.close()
         self._other = None
+        self._close_turns()
+
+    def _close_turns(self) -> None:
+        if self._turns is not None:
+            self._turns.close()
+        self._turns = None
 
     def share(
         self,
@@ -95,6 +108,8 @@ class SearchPair:
         work: Callable[[_T], object],
         read: Callable[[_T], Any],
         write: Callable[[_T, Any], object],
+        *,
+        by_either: bool = False,
     ) -> None:
         """Do some work on every item, once.
 
@@ -103,19 +118,36 @@ class SearchPair:
             work: changes what this process knows, of this item alone.
             read: what it changed, as data.
             write: takes what the other process read.
+            by_either: items need nothing that one process alone has: who is done first goes on with the other's last.
 
         Raises:
             LostHelperError: the helper is gone.
         """
-        for item, half in zip(items, halves, strict=True):
-            if self._mine in (None, half):
+        if self._mine is None:
+            for item in items:
                 work(item)
-        if self._mine is None or not items:
             return
-        mine = [read(item) for item, half in zip(items, halves, strict=True) if half == self._mine]
-        others = [item for item, half in zip(items, halves, strict=True) if half != self._mine]
-        for item, found in zip(others, self._exchange(mine, len(items)), strict=True):
-            write(item, found)
+        lists = [[i for i, half in zip(items, halves, strict=True) if half == each] for each in (PLANNER, HELPER)]
+        in_order = [*lists[PLANNER], *lists[HELPER]]  # the halves, each of which both processes have in the same order
+        mine: dict[int, Any] = {}
+        for at in self._places(self._mine, len(lists[PLANNER]), len(items), by_either):
+            work(in_order[at])
+            mine[at] = None
+        if not items:
+            return
+        found = self._exchange({at: read(in_order[at]) for at in mine}, len(items))
+        if len(mine) + len(found) != len(items) or mine.keys() & found.keys():
+            raise LostHelperError("the helper of the search is not where the planner is")
+        for at in sorted(found):
+            write(in_order[at], found[at])
+
+    def _places(self, mine: int, num_planner: int, number: int, by_either: bool) -> Iterator[int]:
+        """Yield the places, in the order of halves, of the items that this process does."""
+        places = range(num_planner), range(num_planner, number)
+        if by_either and number > 1 and self._turns is not None:
+            yield from self._turns.taken(mine, places)
+        else:
+            yield from places[mine]
 
     def agree(self, answer: bool) -> bool:
         """Return the planner's answer, in both processes."""
@@ -125,16 +157,16 @@ class SearchPair:
             return self._received(bool)
         return answer
 
-    def _exchange(self, mine: list[Any], number: int) -> list[Any]:
+    def _exchange(self, mine: dict[int, Any], number: int) -> dict[int, Any]:
         if self._mine == PLANNER:  # it says first where it is: so none of both waits for ever
             self._send(number)
-            found = self._received(list)
+            found = self._received(dict)
             self._send(mine)
             return found
         if self._received(int) != number:
             raise LostHelperError("the helper of the search is not where the planner is")
         self._send(mine)
-        return self._received(list)
+        return self._received(dict)
 
     def _send(self, value: object) -> None:
         try:
@@ -169,6 +201,51 @@ class SearchPair:
                 used, since = now, time.perf_counter()
             elif time.perf_counter() - since > _STUCK_S:
                 raise LostHelperError("the helper of the search does not run")
+
+
+class _Turns:
+    """Who takes which item of a share: its own ones in order, then those of the other process from the last one on.
+
+    What is taken already is a message in a pipe. Who reads it has the turn, until it is written back.
+    """
+
+    def __init__(self) -> None:
+        self._out, self._in = os.pipe()
+        self._number = 0  # of the share, in this process
+        self._write((0, 0, 0, 0, 0))
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self._out)
+        os.close(self._in)
+
+    def taken(self, mine: int, lists: Sequence[Sequence[int]]) -> Iterator[int]:
+        """Yield what this process takes of the lists of both, until nothing is left."""
+        self._number += 1
+        while True:
+            number, *marks = self._read()
+            first, end = marks[:2], marks[2:]  # by process: what is left of its list
+            if number != self._number:  # the other one is not here yet
+                first, end = [0, 0], [len(each) for each in lists]
+            at: int | None = None
+            if first[mine] < end[mine]:
+                at = lists[mine][first[mine]]
+                first[mine] += 1
+            elif first[1 - mine] < end[1 - mine]:
+                end[1 - mine] -= 1
+                at = lists[1 - mine][end[1 - mine]]
+            self._write((self._number, *first, *end))
+            if at is None:
+                return
+            yield at
+
+    def _read(self) -> tuple[int, ...]:
+        if not select.select([self._out], [], [], _STUCK_S)[0]:
+            raise LostHelperError("the helper of the search, or the planner, ended in its turn")
+        return _TURN.unpack(os.read(self._out, _TURN.size))
+
+    def _write(self, marks: Sequence[int]) -> None:
+        os.write(self._in, _TURN.pack(*marks))
 
 
 def _processor_time(process: int) -> tuple[str, ...]:

@@ -144,10 +144,10 @@ def test_a_helper_that_does_something_else_changes_nothing(helpers: list[int], m
     expected()
     me, share = os.getpid(), SearchPair.share
 
-    def other(self: SearchPair, items: Any, *args: Any) -> None:
+    def other(self: SearchPair, items: Any, *args: Any, **how: Any) -> None:
         if os.getpid() != me:
             self.agree(True)
-        share(self, items, *args)
+        share(self, items, *args, **how)
 
     monkeypatch.setattr(SearchPair, "share", other)
     assert answer(search_plan(request())) == expected() and gone(helpers[0])
@@ -207,6 +207,37 @@ def test_a_helper_whose_planner_is_killed_ends() -> None:
 def waits(both: SearchPair) -> None:
     for _ in range(2):
         both.agree(True)
+
+
+def test_who_is_done_goes_on_with_the_items_of_the_other(helpers: list[int]) -> None:
+    """From the last one on, where items need nothing that one process alone has; every item is done once."""
+    both, me, (read, write) = SearchPair(), os.getpid(), os.pipe()
+    did: list[int] = []
+
+    def shared(halves: list[int], waits_for: int, by_either: bool = True) -> dict[int, int]:
+        found: dict[int, int] = {}
+
+        def work(item: int) -> None:
+            if os.getpid() == me:
+                os.write(write, b"x")
+            elif not found:  # the helper goes on when the planner has done so many
+                os.read(read, waits_for)
+            did.append(item)
+            found[item] = item * item
+
+        both.share(range(len(halves)), halves, work, found.__getitem__, found.__setitem__, by_either=by_either)
+        return found
+
+    def some() -> list[dict[int, int]]:
+        first = shared([HELPER, PLANNER, HELPER, HELPER, HELPER], 1)
+        return [first, shared([HELPER, PLANNER], 0, by_either=False), shared([HELPER] * 3, 1)]
+
+    both.start(lambda: did.extend(some()[0]))
+    try:
+        assert some() == [{i: i * i for i in range(number)} for number in (5, 2, 3)]
+    finally:
+        both.close()
+    assert did[0] == 1 and 2 in did and len(helpers) == 1 and gone(helpers[0])
 
 
 def test_who_has_a_helper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
