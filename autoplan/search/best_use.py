@@ -7,17 +7,23 @@ settings of the stack at the degrees of the best plan (`autoplan.search.stack_se
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autoplan.config.kernels import Launch
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.recompute import NONE, outside_graphs
 from autoplan.cost_models.hardware.cluster import in_use_text
 from autoplan.errors import AutoplanError
 from autoplan.search.certificate import SearchResult, Status
 from autoplan.search.idle import fewer_nodes
+from autoplan.search.layers_alike import module_sets
 from autoplan.search.planner import search_plan
 from autoplan.search.progress import Progress
 from autoplan.search.request import PlanRequest
 from autoplan.search.stack_settings import at_degrees, lacks_graphs, other_settings
+from autoplan.stacks.like import Like
 
 _Told = Callable[[Progress], None] | None
 
@@ -56,7 +62,7 @@ def best_use(request: PlanRequest, told: _Told = None) -> Use:
     if _interrupted(use):
         return use
     try:
-        return _with_settings(use, told)
+        return _with_settings(_within_graphs(use, told), told)
     except KeyboardInterrupt:
         return _stopped(use)
 
@@ -91,6 +97,56 @@ def _on_nodes(request: PlanRequest, told: _Told) -> Use:
         raise failed or AutoplanError("no plan")
     best = min(uses, key=lambda use: use.result.fastest_s)
     return _stopped(best) if any(map(_interrupted, uses)) else best
+
+
+def _within_graphs(use: Use, told: _Told) -> Use:
+    """Return the use, or the best one that Megatron runs where its CUDA graphs exclude the recompute of the plan.
+
+    Searched are plans without graphs, without recompute, and with the modules whose recompute graphs allow that are
+    fastest at the degrees of the plan. What was given or pinned stays.
+    """
+    r, config = use.request, use.result.plans[0].config
+    if not lacks_graphs(r, config):
+        return use
+    found: list[Use] = []
+
+    def look(request: PlanRequest, settings: Mapping[str, str]) -> None:
+        try:
+            result = search_plan(replace(request, below_s=found[-1].result.fastest_s if found else r.below_s), told)
+        except AutoplanError:  # nothing fits without such recompute, or nothing is as fast
+            return
+        found.append(Use(replace(request, below_s=r.below_s), result, settings))
+        if _interrupted(found[-1]):
+            raise KeyboardInterrupt
+
+    status = None
+    try:
+        if isinstance(r.like, Like) and "launch" not in r.like.given:
+            without = {"launch": str(Launch.ASYNC)}
+            look(replace(r, like=r.like.but(**without)), without)
+        for how in _recompute_within(r, config):
+            look(replace(r, pins={**r.pins, "recompute": how}), {})
+    except KeyboardInterrupt:
+        status = Status.INTERRUPTED
+    if not found:
+        return use if status is None else _stopped(use)
+    certificate = found[-1].result.certificate
+    said = "CUDA graphs of layers: without them, or without the recompute that they exclude"
+    certificate = replace(certificate, restrictions=(*certificate.restrictions, said))
+    best = replace(found[-1], result=replace(found[-1].result, certificate=certificate))
+    return best if status is None else _stopped(best)
+
+
+def _recompute_within(request: PlanRequest, config: ParallelConfig) -> list[str]:
+    """Return the recompute of all layers to be searched with graphs: none, and the fastest modules at these degrees."""
+    if "recompute" in request.pins:
+        return []
+    at, steps = at_degrees(request, config), dict[str, float]()
+    for how in module_sets(request, config):
+        if not outside_graphs(how):
+            with suppress(AutoplanError):  # it does not fit, or is not legal
+                steps[how] = search_plan(replace(at, pins={**at.pins, "recompute": how})).fastest_s
+    return [NONE, *([min(steps, key=lambda how: steps[how])] if steps else [])]
 
 
 def _with_settings(use: Use, told: _Told) -> Use:

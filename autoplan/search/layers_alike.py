@@ -95,7 +95,7 @@ def _at_degrees(
     """Return the result with modules at the degrees of its fastest plan, and the sets of modules that were searched."""
     fastest, tried = result.fastest, list[str]()
     degrees = replace(at_degrees(request, fastest), gap=0.0)
-    for how in _modules(request, fastest):
+    for how in module_sets(request, fastest):
         if clock.now_s() > until_s or result.certificate.stopped:
             break
         try:
@@ -147,7 +147,7 @@ def _unknown(result: SearchResult | NotFasterError, status: Status) -> Certifica
     return replace(_certificate(result), **nothing, intra_gap=0.0, gap=1.0, status=status)
 
 
-def _modules(request: PlanRequest, config: ParallelConfig) -> list[str]:
+def module_sets(request: PlanRequest, config: ParallelConfig) -> list[str]:
     """Return the sets of modules to try at the degrees of a plan: none where memory does not bind."""
     if kinds_in(config.recompute) <= {NONE} and not config.offload:
         return []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,9 +13,10 @@ from autoplan.config.parallel import Dispatcher, Launch
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.program.legality import not_executed
 from autoplan.search.best_use import best_use
+from autoplan.search.infeasible import NothingFits
 from autoplan.search.planner import search_plan
 from autoplan.search.request import PlanRequest
-from autoplan.search.stack_settings import at_degrees, other_settings
+from autoplan.search.stack_settings import at_degrees, lacks_graphs, other_settings
 from autoplan.stacks.like import read_like
 
 
@@ -62,6 +65,41 @@ def test_graphs_are_not_taken_where_recompute_excludes_them() -> None:
     (with_graphs,) = (other.request for other in other_settings(pinned.request, pinned.result.plans[0].config))
     said = not_executed(pinned.result.plans[0].config, with_graphs.facts)
     assert any("CUDA graphs of layers exclude full recompute" in reason for reason in said)
+
+
+@pytest.mark.parametrize(
+    ("given", "pins", "launch"),
+    [
+        ({}, {}, Launch.ASYNC),
+        ({"launch": "graphs"}, {}, Launch.GRAPHS),
+        ({}, {"recompute": "full"}, Launch.ASYNC),
+        ({"launch": "graphs"}, {"recompute": "full"}, None),
+    ],
+    ids=["nothing given", "graphs", "recompute", "both"],
+)
+def test_a_plan_that_graphs_exclude_gives_way_to_one_that_runs(
+    given: dict[str, str], pins: dict[str, Any], launch: Launch | None
+) -> None:
+    """Against searches of the whole space of each. Long sequences on one device: something has to be recomputed."""
+    r = PlanRequest(load_model("llama-3.1-8b"), Cluster.parse("1x1xgb300-nvl72"), 32768, 16, pins=pins)
+    r = replace(r, like=read_like("megatron-bridge@25.09", given))
+    found = search_plan(r)
+    assert r.options.launch is Launch.GRAPHS and lacks_graphs(r, found.plans[0].config)
+    used = best_use(r)
+    if launch is None:  # as it was asked for
+        assert used == replace(used, request=r, settings={}) and lacks_graphs(r, used.result.plans[0].config)
+        return
+    assert not lacks_graphs(used.request, used.result.plans[0].config)
+    assert used.request.options.launch is launch and used.settings == ({} if given else {"launch": "async"})
+    others = [replace(r, like=read_like("megatron-bridge@25.09", {"launch": "async"}))] if not given else []
+    for how in ("none", "modules:layernorm", "modules:core_attn", "modules:mlp") if not pins else ():
+        others.append(replace(r, pins={"recompute": how}))
+    steps = []
+    for other in others:
+        with suppress(NothingFits):
+            steps.append(search_plan(other).fastest_s)
+    assert used.result.fastest_s == min(steps) > found.fastest_s
+    assert any("CUDA graphs of layers" in text for text in used.result.certificate.restrictions)
 
 
 def test_the_degrees_of_a_plan_are_all_that_is_searched() -> None:
