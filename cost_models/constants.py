@@ -84,6 +84,8 @@ class Constants:
         host_call_s: The same per compiled block and pass: guards, autograd, the launchers of its own kernels.
         host_fused_s: Host seconds per fused module of Megatron and Transformer Engine and pass.
         host_blocking_s: Seconds per kernel if the host waits for each (launch `blocking`).
+        host_hook_s: Host seconds per hook of ZeRO 3 around a module, of which a pass has two (DeepSpeed;
+            `RunOptions.module_hooks`).
         host_comm_s: Host seconds per collective of tp, cp and ep inside a block.
         host_experts_s: As `host_fused_s`, for one call of experts (routing, sorting, waiting for the sizes).
         host_router_s: The part of host_experts_s that CUDA graphs of the router and of the dispatch's preparation save
@@ -119,6 +121,7 @@ class Constants:
     host_eager_s: float = 16e-6
     host_call_s: float = 500e-6
     host_fused_s: float = 300e-6
+    host_hook_s: float = 110e-6
     host_comm_s: float = 100e-6
     host_blocking_s: float = 150e-6
     host_experts_s: float = 3e-3

@@ -337,6 +337,23 @@ class ParallelConfig:
         return 2 * self.pp * self.num_micro_batches * self.virtual_stages
 
 
+def scatters_each(config: ParallelConfig, options: RunOptions) -> bool:
+    """Return True if every backward leaves gradients of ZeRO 2 and 3 in shards; False if they are whole until the last.
+
+    One micro-batch is the last one.
+    """
+    return config.zero_stage >= 2 and not (options.reduce_once and config.num_micro_batches > 1)
+
+
+def sums_in_32_bits(config: ParallelConfig, options: RunOptions) -> bool:
+    """Return True if ZeRO keeps whole gradients of 16 bits as sums in 32 bits until it reduces these.
+
+    `fully_shard` does with a reduce_dtype of float32. What is cast only to be all-reduced stays in 16 bits.
+    """
+    whole = config.zero_stage > 0 and not scatters_each(config, options)
+    return options.wide_sums and whole and not options.all_reduced
+
+
 _DEGREES = attrgetter(
     *("dp", "tp", "pp", "cp", "ep", "etp", "zero_stage", "micro_batch_size", "num_micro_batches"),
     *("schedule", "virtual_stages", "zero_replicas", "offload"),

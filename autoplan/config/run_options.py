@@ -136,6 +136,20 @@ class RunOptions:
             "place (`flash`, flash-attention's; `online`, Transformer Engine's `te` and Liger's)"
         ),
     )
+    whole_losses: bool = choice(
+        False,
+        "Every tensor-parallel rank gathers all logits and computes the whole loss.",
+        written=Written.SWITCH,
+        said_as="whole losses",
+    )
+    # flash-attention's and Apex's kernels, and Liger's: in eager mode a norm that a model writes out in operations is
+    # one kernel, which keeps its input alone. Fused and compiled modes always have such kernels.
+    fused_norms: bool = choice(
+        False,
+        "A norm is one kernel in eager mode, however many operations the model writes.",
+        written=Written.SWITCH,
+        said_as="fused norms",
+    )
     # Megatron's --overlap-grad-reduce and --overlap-param-gather, which are off by default; fully_shard, torch's
     # DistributedDataParallel and the emitted programs always overlap, but for ZeRO 0 under a split backward.
     overlap_zero: bool = choice(
@@ -173,6 +187,42 @@ class RunOptions:
         "ZeRO 1 keeps whole 32-bit sums beside 16-bit gradients and all-reduces them (as DeepSpeed's BF16_Optimizer).",
         written=Written.SWITCH,
         said_as="whole sums of gradients",
+        of_step=True,
+    )
+    # reduce_dtype=float32 of PyTorch's MixedPrecisionPolicy over parameters in 16 bits; allreduce_tensor_in_float32 of
+    # Aleph Alpha's scaling (src/scaling/core/optimizer/allreduce.py)
+    wide_sums: bool = choice(
+        False,
+        "ZeRO reduces gradients that are kept in 16 bits in 32 bits (reduce_dtype of PyTorch's FSDP).",
+        written=Written.SWITCH,
+        said_as="gradients reduced in 32 bits",
+        of_step=True,
+    )
+    # Optimizer.step of Aleph Alpha's scaling (src/scaling/core/optimizer/optimizer.py)
+    all_reduced: bool = choice(
+        False,
+        "ZeRO 1 all-reduces gradients, of which each rank then takes its shard (as Aleph Alpha's scaling).",
+        written=Written.SWITCH,
+        said_as="gradients all-reduced",
+        of_step=True,
+    )
+    # `no_sync` and `set_requires_gradient_sync(False)` of PyTorch's FSDP, which accelerate and NeMo Automodel call in
+    # all micro-batches but the last one: whole gradients stay until then, in the dtype in which they are reduced
+    # (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, unsharded_accumulated_grad)
+    reduce_once: bool = choice(
+        False,
+        "ZeRO 2 and 3 keep whole gradients and reduce them in the last micro-batch alone (no_sync of PyTorch's FSDP).",
+        written=Written.SWITCH,
+        said_as="gradients reduced once",
+        of_step=True,
+    )
+    # Hooks of DeepSpeed's ZeRO 3 around every module, which fetch and release its parameters
+    # (deepspeed/runtime/zero/parameter_offload.py, _register_deepspeed_module)
+    module_hooks: bool = choice(
+        False,
+        "The host runs hooks of ZeRO 3 around every module in every pass (as DeepSpeed).",
+        written=Written.SWITCH,
+        said_as="hooks around every module",
         of_step=True,
     )
     # reduce_bucket_size and allgather_bucket_size of DeepSpeed, 5e8 elements each by default (runtime/zero/config.py)

@@ -75,14 +75,18 @@ def _plain_replicas(setup: Setup) -> bool:
 
 
 def _write_zero(setup: Setup) -> Values:
-    """Write the strategy. Not resharding after the forward is ZeRO 1, with gradients sent at once ZeRO 2."""
+    """Write the strategy. Not resharding after the forward is ZeRO 1, with gradients sent at once ZeRO 2.
+
+    Gradients that are sent late leave ZeRO 3 with whole ones until the last micro-batch.
+    """
     c = setup.config
     if _plain_replicas(setup):
         return {_D + "strategy": _DDP, _D + "dp_size": c.dp}
     out: dict[str, Any] = {_D + "strategy": _FSDP2, _D + "dp_size": c.dp}
     out |= {_D + "dp_replicate_size": c.zero_replicas} if c.zero_replicas > 1 else {}
     if c.zero_stage:
-        out |= {_D + "reshard_after_forward": c.zero_stage == 3, _D + "defer_fsdp_grad_sync": c.zero_stage == 1}
+        late = c.zero_stage == 1 or (c.zero_stage == 3 and setup.options.reduce_once)
+        out |= {_D + "reshard_after_forward": c.zero_stage == 3, _D + "defer_fsdp_grad_sync": late}
     return out
 
 
@@ -111,7 +115,8 @@ def _read_zero(document: Document, found: Values) -> Values:
     reshards, late = _reshards(document, found), document.get(_D + "defer_fsdp_grad_sync") is not False
     stage = 3 if reshards else 1 if late else 2
     one = sized.get("dp", 0) * found["cp"] == 1
-    return {**sized, "zero_stage": 0 if one else stage, "zero_replicas": 1 if one else replicas}
+    kept = late and stage == 3
+    return {**sized, "zero_stage": 0 if one else stage, "zero_replicas": 1 if one else replicas, "reduce_once": kept}
 
 
 def _world(document: Document, found: Values) -> str | None:
@@ -184,18 +189,6 @@ def _fields(document: Document, found: Values) -> str | None:
         return None
     owner = next(name for name, fields in _OF_STRATEGY.items() if other[0] in fields)
     return f"strategy: {strategy} has no {', '.join(other)}; nearest: leave out {other[0]}, or strategy: {owner}"
-
-
-def _late_gradients(document: Document, found: Values) -> str | None:
-    late = document.get(_D + "defer_fsdp_grad_sync") is not False
-    if _strategy(document) != _FSDP2 or found.get("zero_stage") != 3 or not late:
-        return None
-    if found.get("num_micro_batches", 1) == 1:
-        return None
-    return (
-        "defer_fsdp_grad_sync keeps whole gradients until the last micro-batch, more memory than the price of ZeRO 3 "
-        "has; nearest: defer_fsdp_grad_sync: false"
-    )
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------
@@ -539,7 +532,7 @@ AUTOMODEL = Target(
         same(_D + "pp_size", "pp", always=True),
         same(_D + "cp_size", "cp", always=True),
         same(_D + "ep_size", "ep", always=True),
-        Field(("dp", "zero_stage", "zero_replicas"), _write_zero, _read_zero),
+        Field(("dp", "zero_stage", "zero_replicas", "reduce_once"), _write_zero, _read_zero),
         derived(lambda d, found: {"etp": 1 if d.task.num_experts or found["ep"] > 1 else found["tp"]}, "etp"),
         Field(("micro_batch_size", "global_batch_size"), _write_batch, _read_batch),
         derived(micro_batches, "num_micro_batches"),
@@ -586,6 +579,6 @@ AUTOMODEL = Target(
     cannot=_CANNOT,
     rules=(
         *(TargetRule(rule) for rule in (_world, _replicas, _lacks, _fields, _selective, _async, _fills)),
-        *(TargetRule(rule, warns=True) for rule in (_late_gradients, _skipped, _drains)),
+        *(TargetRule(rule, warns=True) for rule in (_skipped, _drains)),
     ),
 )

@@ -223,5 +223,6 @@ def _run_values(setup: Setup, zero: int, method: str | None) -> dict[str, Any]:
         "overlap_zero": overlap,
         "overlap_gather": o.overlap_gather or not (overlap and once),
         "zero_by_tensor": o.zero_by_tensor and zero == 3,
+        "reduce_once": o.reduce_once and zero == 3 and c.num_micro_batches > 1,
         "reruns": str(o.reruns_in(setup.mode)) if _recomputes_whole_layers(setup) else None,
     }

@@ -183,6 +183,11 @@ class _Walk:
             self.partition()
         elif self.kernels.fused:
             self.fuse()
+        elif self.kernels.fused_norms:
+            norms = Flow.of(low.statements).norms()
+            for k, step in enumerate(self.steps):
+                step.fusible = k in norms
+            self.fuse()
         return self._summary(inputs, first)
 
     def last_kept(self) -> int:

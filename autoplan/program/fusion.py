@@ -25,6 +25,7 @@ from autoplan.ir.dataflow import Classes, Dataflow
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_has, op_kind, op_record
+from autoplan.program.regions import Flow
 from autoplan.program.statements import Convert, LoweredBlock, Op, reads_of, writes_of
 
 
@@ -63,11 +64,23 @@ class _Kernels:
         return name
 
 
-def fused_traffic(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[int, int]) -> list[OpWork]:
+def norm_kernels(lowered: LoweredBlock) -> list[tuple[int, ...]]:
+    """Return the statements of each norm that is written out in operations."""
+    flow = Flow.of(lowered.statements)
+    return flow.parts(flow.norms())
+
+
+def fused_traffic(
+    lowered: LoweredBlock,
+    ops: Sequence[OpWork],
+    position: Mapping[int, int],
+    parts: Sequence[Sequence[int]] | None = None,
+) -> list[OpWork]:
     """Return `ops` with the memory traffic of their kernels.
 
     Args:
         position: statement -> its index in `ops`.
+        parts: the statements of each kernel; None: of all that element-wise operations make.
     """
     kernels = _Kernels(lowered)
     tensors: dict[str, TensorFacts] = {}
@@ -77,7 +90,7 @@ def fused_traffic(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mappin
             tensors.update(zip(reads_of(statement), work.inputs, strict=False))
             tensors.update(zip(statement.targets, work.outputs, strict=False))
     out = list(ops)
-    for members in kernels.kernels():
+    for members in kernels.kernels() if parts is None else parts:
         inside = set(members)
         computing = [k for k in members if not op_record(ops[position[k]].op).as_view]
         if not computing:

@@ -48,6 +48,7 @@ class Kernels:
         modules: modules that are recomputed (autoplan.program.megatron_modules).
         spread: experts are on several ranks, and tokens travel to them.
         fused_accumulation: see `adds_gradients`.
+        fused_norms: norms alone run as kernels of their own, where nothing else is fused.
     """
 
     mode: Mode = Mode.EAGER
@@ -59,6 +60,7 @@ class Kernels:
     modules: tuple[str, ...] = ()
     spread: bool = False
     fused_accumulation: bool = True
+    fused_norms: bool = False
 
     @property
     def compiled(self) -> bool:

@@ -25,7 +25,7 @@ from autoplan.program.activation_bytes import Activations, saved_bytes_of
 from autoplan.program.activations import activations
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.facts import layer_calls, pipeline_units
-from autoplan.program.fusion import Joined, cast_before, fused_traffic, joined_ops
+from autoplan.program.fusion import Joined, cast_before, fused_traffic, joined_ops, norm_kernels
 from autoplan.program.lower import BlockLowering
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.passes import PassFacts, rewritten
@@ -292,6 +292,10 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
         for k in cast_before(lowered, position):
             if ops[k].matmul_dtype is not None:
                 ops[k] = replace(ops[k], attrs=(*ops[k].attrs, ("cast_before", True)))
+    elif op_costs.kernels.fused_norms:
+        norms = norm_kernels(lowered)
+        ops = fused_traffic(lowered, ops, position, norms)
+        joined = Joined(frozenset(), frozenset(position[k] for members in norms for k in members[:-1]))
     sent = [_sends(statement, op_costs) for statement in lowered.statements]
     of_layout = _of_layouts(lowered, position, op_costs)
     both = [[*mine, *others] for mine, others in zip(sent, of_layout, strict=False)]

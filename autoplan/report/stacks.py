@@ -36,6 +36,7 @@ def stack_data(found: Stack) -> dict[str, Any]:
         **chosen(found, "name about default_version executed equal_stages chunks moments_16"),
         "kernels": chosen(found.kernels, "modes recompute zero_stages source"),
         "gradients_16": str(found.gradients_16),
+        "native_since": found.native_since,
         "gradients_32_since": None if math.isinf(found.gradients_32_since) else found.gradients_32_since,
         "whole_experts_since": found.whole_experts_since,
         "kept_gathered": [str(where) for where in found.kept_gathered],
@@ -99,6 +100,9 @@ def _lines(found: Stack) -> list[tuple[str, str, str]]:
         ("ZeRO", str(kernels.zero_stages[0]), ""),
         ("gradients in 16 bits", _gradients_text(found), sources.get("gradients_16", "")),
     ]
+    if found.native_since is not None:
+        since = "" if found.native_since < 1 else f" since {version_of(found.native_since)}"
+        lines.append(("bf16 is native", f"no masters{since}; bf16-grad32 has them", sources["native"]))
     if found.moments_16:
         lines.append(("moments in 16 bits", "with latent attention", sources["moments_16"]))
     for each in found.remainders:

@@ -16,6 +16,7 @@ from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraProblem, IntraSettings, Unpriced, build_problem
 from autoplan.program.token_dispatch_layouts import with_token_dispatch
+from autoplan.program.whole_losses import with_whole_losses
 from autoplan.program.without_sequence_parallel import without_sequence_parallelism
 from autoplan.search.layout_store import ById
 from autoplan.search.request import PlanRequest
@@ -82,6 +83,8 @@ def layout_problem(
     problem = build_problem(r.graph, settings, unpriced)
     if not r.options.sequence_parallel:
         problem = without_sequence_parallelism(problem, r.graph)
+    if r.options.whole_losses:
+        problem = with_whole_losses(problem, r.graph)
     if own:
         problem = with_token_dispatch(problem, r.graph, slack)
     return axes, problem

@@ -380,6 +380,7 @@ class LayoutCache:
                 context=cp,
                 modules=modules_of(r.pins.get("recompute")),
                 fused_accumulation=r.options.fused_accumulation,
+                fused_norms=r.options.fused_norms and r.mode is Mode.EAGER,
             ),
             methods={block: read_method(name, cp) for block, name in methods},
         )

@@ -74,6 +74,7 @@ class QuickMemory:
                 c,
                 precision_of(r.precision),
                 r.mode is Mode.FUSED,
+                r.options,
                 narrow=stores_8_bits(r.cluster.device, r.mode, r.options),
             )
             stored = optimizer = host = 0.0

@@ -45,6 +45,9 @@ class Framework(StrEnum):
     INTERNEVO = "InternEvo"
     TORCHTITAN = "torchtitan"
     TRANSFORMERS = "Hugging Face Trainer"
+    ALEPH_ALPHA = "Aleph Alpha scaling"
+    KEMPNER = "KempnerForge"
+    FSDP = "PyTorch FSDP"
     OTHER = "other"
 
 
@@ -198,6 +201,8 @@ class Stack:
         whole_experts_since: Year since which tensor parallelism does not split experts (etp = 1); None: it does.
         kept_gathered: Where parameters stay gathered until the end of the step.
         gradients_32_since: Year since which gradients of bfloat16 parameters are summed in 32 bits all the same.
+        native_since: Year since which runs in bfloat16 keep parameters, gradients and moments in bfloat16, without
+            masters; None: they have masters.
         moments_16: True if models with latent attention keep the moments in 16 bits.
         sources: The sources of the keys that have one of their own.
     """
@@ -216,6 +221,7 @@ class Stack:
     kept_gathered: tuple[KeptGathered, ...] = ()
     gradients_16: Gradients16 = Gradients16.NEVER
     gradients_32_since: float = math.inf
+    native_since: float | None = None
     moments_16: bool = False
     vocab: Vocab | None = None
     adapters: AdapterDefaults | None = None
@@ -266,6 +272,8 @@ class Stack:
         """
         if precision in ("fp32", "native"):
             return precision
+        if precision == "bf16" and self.native_since is not None and year >= self.native_since:
+            return "native"
         usual, fp16 = self.gradients_16, precision == "fp16"
         always = usual is Gradients16.ALWAYS and (fp16 or year < self.gradients_32_since)
         narrow = always or (usual is Gradients16.FP16 and fp16)
@@ -340,7 +348,7 @@ class _Reader:
 _NEEDED = ("name", "about", "frameworks", "default_version", "kernels", "can", "eras")
 _OPTIONAL = (
     *("changes", "executed", "equal_stages", "chunks", "whole_experts", "kept_gathered", "gradients_16"),
-    *("moments_16", "vocab", "adapters", "packed", "remainders", "mtp"),
+    *("native", "moments_16", "vocab", "adapters", "packed", "remainders", "mtp"),
 )
 _ABLE: Mapping[str, Sequence[Any]] = {
     "modes": tuple(Mode),
@@ -475,6 +483,7 @@ def stack_of(data: object, where: str) -> Stack:
     whole = read.inner("whole_experts", ("since", "source"))
     kept = read.inner("kept_gathered", ("in", "source"))
     narrow = read.inner("gradients_16", ("when", "source"), ("in_32_since",))
+    native = read.inner("native", ("since", "source"))
     moments = read.inner("moments_16", ("source",))
     vocab = read.inner("vocab", ("vocab_size", "vocab_multiple", "source"))
     adapters = read.inner("adapters", ("rank", "layers", "source"))
@@ -486,7 +495,14 @@ def stack_of(data: object, where: str) -> Stack:
         "whole_experts": whole,
         "kept_gathered": kept,
     }
-    inner |= {"gradients_16": narrow, "moments_16": moments, "vocab": vocab, "adapters": adapters, "packed": packed}
+    inner |= {
+        "gradients_16": narrow,
+        "native": native,
+        "moments_16": moments,
+        "vocab": vocab,
+        "adapters": adapters,
+        "packed": packed,
+    }
     words = {**_ABLE, **{name: values for name, values in SETTINGS.items() if name in can.data}}
     lists = {name: can.some(name, values) for name, values in words.items()}
     able = Abilities(**lists, recompute_mix=_mix(can), source=can.one("source", str))
@@ -516,6 +532,7 @@ def stack_of(data: object, where: str) -> Stack:
         kept_gathered=() if kept is None else kept.some("in", tuple(KeptGathered)),
         gradients_16=Gradients16(when),
         gradients_32_since=math.inf if narrow is None else float(narrow.one("in_32_since", (int, float), math.inf)),
+        native_since=None if native is None else float(native.one("since", (int, float))),
         moments_16=moments is not None,
         vocab=None if vocab is None else Vocab(**vocab.data),
         adapters=None

@@ -114,7 +114,8 @@ def roofline_s(
     moved = phase_bytes(work, phase)
     if known is not None and op.kind is OpKind.LOSS:
         moved = _loss_passes(mode, options)[phase] * work.inputs[0].num_bytes
-    together = None if mode is Mode.EAGER else dict(work.attrs).get(f"fused_{phase}_bytes")
+    joins = mode is not Mode.EAGER or options.fused_norms
+    together = dict(work.attrs).get(f"fused_{phase}_bytes") if joins else None
     if isinstance(together, int):
         moved, launch = float(together), 0.0
     share = _MEMORY_EFFICIENCY if known is None else known.memory_share

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.config.offload import ACTIVATIONS
-from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, scatters_each
 from autoplan.config.precision import Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind
 from autoplan.cost_models.arrays import Array
@@ -81,6 +81,7 @@ class LeastMemory:
         self.precision = precision
         self.cluster = cluster
         self.megatron: bool = mode is Mode.FUSED
+        self.options = options
         self.narrow: bool = stores_8_bits(cluster.device, mode, options)
         self._need = activation_need(cluster, options)
         self._fixed = FixedMemory(workload, cluster)
@@ -198,7 +199,8 @@ class LeastMemory:
             self._ranks[key] = elements
         states = self._ranks[key] @ self._bytes_each(c, most).T
         if c.zero_stage >= 2:
-            states[:, 1:3] += self._buffers_of_ranks(c, key) * (c.zero_stage == 3, self._whole(c, most))
+            held = c.zero_stage == 3, scatters_each(c, self.options) and self._whole(c, most)
+            states[:, 1:3] += self._buffers_of_ranks(c, key) * held
         active = self._active_bytes(most, c, chunks) * room.bytes_of(self._need)
         fullest = int(np.argmax(states.sum(axis=1) + active))
         found = dict(zip(_STATES, states[fullest].tolist(), strict=True))
@@ -220,7 +222,7 @@ class LeastMemory:
         return self._rank_buffers[key]
 
     def _memory(self, config: ParallelConfig) -> ParameterMemory:
-        return ParameterMemory(config, self.precision, self.megatron, narrow=self.narrow)
+        return ParameterMemory(config, self.precision, self.megatron, self.options, self.narrow)
 
     def _buffers_each(self, config: ParallelConfig) -> Array:
         """Return the bytes per element of gathered parameters and of whole gradients (rows), by kind of parameter."""
@@ -296,7 +298,8 @@ class LeastMemory:
             twice = (min(gathered.sum(), 2 * gathered.max()) for gathered, _ in units)
             self._buffers[key] = float(min(twice)), float(min(whole.max() for _, whole in units))
         gathered, whole = self._buffers[key]
-        return (gathered if c.zero_stage == 3 else 0.0), (whole if self._whole(c) else 0.0)
+        scattered = scatters_each(c, self.options) and self._whole(c)
+        return (gathered if c.zero_stage == 3 else 0.0), (whole if scattered else 0.0)
 
     def need_bytes(self, room: Room) -> float:
         """Return the bytes that have to fit for a byte of activations."""

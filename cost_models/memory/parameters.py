@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 from autoplan.config.offload import PARAMETERS, of_states
-from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, scatters_each, sums_in_32_bits
 from autoplan.config.precision import MASTER_BYTES, Precision
 from autoplan.cost_models.hardware.parts import Device
 from autoplan.cost_models.network.groups import replica_counts
@@ -58,6 +58,7 @@ def stores_8_bits(device: Device, mode: Mode, options: RunOptions) -> bool:
     return mode is Mode.FUSED and options.narrow_gather and reads
 
 
+_PLAIN = RunOptions()
 _TERMS = attrgetter(*(f.name for f in fields(States)))
 NO_STATES = States()
 
@@ -67,6 +68,8 @@ class ParameterMemory:
 
     Attributes:
         shares: ranks that hold one copy between them, of parameters and (True) of those of experts.
+        scatters: every backward leaves sharded gradients (`scatters_each`).
+        wide: whole gradients are kept in 32 bits, in which they are reduced (`sums_in_32_bits`).
         narrow: weights of products in 8 bits are stored in 8 bits if an optimizer state that is sharded has masters
             of them (see `stores_8_bits`).
     """
@@ -76,11 +79,13 @@ class ParameterMemory:
         config: ParallelConfig,
         precision: Precision,
         megatron: bool,
-        whole_sums: bool = False,
+        options: RunOptions = _PLAIN,
         narrow: bool = False,
     ) -> None:
         self.narrow: bool = narrow and config.zero_stage > 0
-        self.whole_sums: bool = whole_sums and config.zero_stage == 1
+        self.whole_sums: bool = options.whole_sums and config.zero_stage == 1
+        self.scatters: bool = scatters_each(config, options)
+        self.wide: bool = sums_in_32_bits(config, options)
         self.config = config
         self.precision = precision
         self.megatron = megatron
@@ -100,10 +105,12 @@ class ParameterMemory:
             shard = (n * MASTER_BYTES if masters else grad) / share
             if self.whole_sums:
                 grad += n * p.width
+            if self.wide and share > 1:
+                grad = n * MASTER_BYTES
             found = States(
                 stored,
                 gathered,
-                shard if c.zero_stage >= 2 else grad,
+                shard if self.scatters else grad,
                 self._optimizer_bytes(p, masters) / share,
                 grad if share > 1 else 0.0,
                 shard if self.scatters_first else grad,
@@ -130,7 +137,7 @@ class ParameterMemory:
         host = (state + float(p.num_elements) * shown * (1 if counted else 2)) / share
         kept, first, reduced = device.gradients, device.first, device.reduced
         if by_policy:
-            kept = 0.0 if self.config.zero_stage >= 2 else kept
+            kept = 0.0 if self.scatters else kept
             first = 0.0 if self.scatters_first else first
             reduced = 0.0
         return replace(device, stored=stored, gradients=kept, optimizer=0.0, first=first, reduced=reduced, host=host)
@@ -143,7 +150,7 @@ class ParameterMemory:
     @property
     def scatters_first(self) -> bool:
         """True if the first backward of a step leaves sharded gradients."""
-        return self.config.zero_stage >= 2 or (self.config.num_micro_batches == 1 and not self.megatron)
+        return self.scatters or (self.config.num_micro_batches == 1 and not self.megatron)
 
     def _has_master(self, p: ParamWork) -> bool:
         """Return True for a 16-bit copy of a float32 parameter. Untrained 16-bit parameters need no master."""

@@ -114,7 +114,7 @@ class MemoryModel:
         c = config
         self.copies: int = num_copies(c.schedule)
         self.parameters: ParameterMemory = ParameterMemory(
-            c, precision, self.megatron, options.whole_sums, stores_8_bits(cluster.device, mode, options)
+            c, precision, self.megatron, options, stores_8_bits(cluster.device, mode, options)
         )
         shares = self.parameters.shares
         self.sharded: bool = c.zero_stage > 0 and max(shares.values()) > 1
@@ -200,6 +200,11 @@ class MemoryModel:
     def has_gradient_buffer(self) -> bool:
         """True if all gradients exist from the start, in Megatron's buffer."""
         return self.megatron and self.config.zero_stage < 2
+
+    @property
+    def _reduces_last(self) -> bool:
+        """True if ZeRO reduces gradients in the last backward alone."""
+        return self.config.zero_stage > 0 and not self.parameters.scatters
 
     def under(self, schedule: str, virtual_stages: int) -> MemoryModel:
         """Return the memory model under another schedule with as many copies."""
@@ -375,7 +380,7 @@ class MemoryModel:
                 sum(self.stored[u] for u in units) - twice.stored,
                 sum(self.states[u] for u in units) - twice.optimizer,
                 self._placeholders(units) if self.megatron else 0.0,
-                max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0,
+                max(self.largest_grad[u] for u in units) if self.parameters.scatters else 0.0,
             )
         return found
 
@@ -393,7 +398,7 @@ class MemoryModel:
                 moments = self._first_backward(chunks[chunk], most_of(first, only.one, spent, others=True), only)
             if later:
                 moments.append(Moment(LATER, grads + reducing, most_of(later, only.one, spent), only.transient))
-            if later and self.sharded and self.config.zero_stage == 1 and not self.megatron:
+            if later and self.sharded and self._reduces_last and not self.has_gradient_buffer:
                 moments.append(self._last_backward(chunks[chunk], only))
         if self.widened and self.config.zero_stage == 0:
             moments.append(Moment(UPDATE, self.widened * grads, 0.0, 0.0))
@@ -540,7 +545,7 @@ class MemoryModel:
             gathered: as for `Moment`.
         """
         out, stage, scattered = [], self.config.zero_stage, reducing
-        scatters = stage >= 2 or (stage > 0 and self.config.num_micro_batches == 1)
+        scatters = self.parameters.scatters or (stage > 0 and self.config.num_micro_batches == 1)
         for u, (held, transient) in zip(reversed(units), reversed(chunk.running), strict=True):
             out.append(Moment(FIRST, gradients + scattered, waiting + held, transient, 0.0, gathered))
             if scatters and u == units[0]:
@@ -553,20 +558,21 @@ class MemoryModel:
         return out
 
     def _last_backward(self, units: range, chunk: Held) -> Moment:
-        """Return the fullest moment of the last backward under ZeRO 1, which scatters what was summed before.
+        """Return the fullest moment of the last backward, if it alone scatters what was summed before.
 
         When a unit has run backward, its parameters are freed and its whole gradient, a sum, is copied into what is
         sent; then it is freed, but for the last tensor, which a loop in torch (`foreach_reduce`) still names while the
         shard is made.
         """
         grads, gathered = sum(self.grads[u] for u in units), sum(self.gathered[u] for u in units)
-        moments = []
+        keeps, moments = self.config.zero_stage < 3, []  # ZeRO 3 has gathered as much as at any other time
         for u, (held, _) in zip(reversed(units), reversed(chunk.running), strict=True):
             whole, shard = self.grads[u], self.reduced[u]
             alone = len(self.workload.units[u]) == 1  # else its first layers have not run backward yet
             left = held - self.kept_in(units, u, NONE) if alone else held
             sent = self.largest_grad[u] + max(0.0, shard + self.largest_tensor[u] - whole)
-            moments.append(Moment(LATER, grads + sent, left, 0.0, gathered=gathered - self.largest[u]))
+            there = gathered - self.largest[u] if keeps else None
+            moments.append(Moment(LATER, grads + sent, left, 0.0, gathered=there))
             grads += shard - whole
             gathered -= self.gathered[u]
         return max(moments, key=lambda m: m.num_bytes(0.0))

@@ -24,7 +24,7 @@ from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.profile import PHASES
 from autoplan.cost_models.quantity import ZERO, Quantity, total
-from autoplan.cost_models.time.host import adds_s, host_op_s, host_s, slack_s, waited_s
+from autoplan.cost_models.time.host import adds_s, hooks_s, host_op_s, host_s, slack_s, waited_s
 from autoplan.cost_models.time.pieces import Pieces, pieces_of, takes_apart
 from autoplan.cost_models.time.states import StatePricer, ZeroTerms, narrow
 from autoplan.cost_models.work import (
@@ -272,6 +272,7 @@ class BlockPricer:
         again = self._reran_s(block, times, sent["forward"])
         zero = self.states.terms(block, times.forward, times.backward, times.again, sent["backward"])
         accumulate, optimizer = self.states.accumulate(block), self.states.optimizer(block)
+        hooks = self._hooks(block)
         host = self._host_side(block, times, sent, zero, accumulate)
 
         def repeated(name: str, seconds: Quantity) -> Quantity:
@@ -297,8 +298,8 @@ class BlockPricer:
             slack={phase: slack_s(host.needs[phase], host.busy[phase], host.launch) for phase in PHASES}
             | {"optimizer": slack_s(host.update, optimizer, host.launch)},
             waited_split=host.adds("backward", self.costs.host_fixed_s("split_layer_s")),
-            again=host.adds("backward", times.host_again, again)
-            if self.costs.measures_host
+            again=host.adds("backward", times.host_again + hooks, again)
+            if self.costs.measures_host or hooks.mid
             else again + waited_s(times.host_again, again, host.launch),
             hidden_recompute=zero.hidden_recompute,
             gather=zero.gather_once,
@@ -432,11 +433,12 @@ class BlockPricer:
     ) -> _HostSide:
         """Return the host's side of the block. `sent`: its collectives by phase."""
         busy = {"forward": times.forward + sent["forward"], "backward": times.backward + sent["backward"]}
-        if self.costs.measures_host:  # all work of the device; the fitted constants were fitted without it
+        hooks = self._hooks(block)
+        if self.costs.measures_host or hooks.mid:  # all work of the device; other constants were fitted without it
             busy["forward"] += zero.forward
             busy["backward"] = busy["backward"] + zero.backward + accumulate
         adds = adds_s(block, self._num_summed, self.costs)
-        needs = {"forward": times.host_forward, "backward": times.host_backward + adds}
+        needs = {"forward": times.host_forward + hooks, "backward": times.host_backward + adds + hooks}
         once = dict.fromkeys(PHASES, ZERO)
         launch = self.costs.options.launch
         if not self.costs.measures_host or launch is Launch.FULL_GRAPHS:
@@ -445,6 +447,10 @@ class BlockPricer:
             (needs if every else once)[phase] += seconds
         update = [self.costs.host_fixed_s(self.states.tensor_name(p)) for p in self.states.updated(block)]
         return _HostSide(launch, needs, busy, once, total(update))
+
+    def _hooks(self, block: BlockWork) -> Quantity:
+        """Return the host seconds of ZeRO 3's hooks in a pass."""
+        return hooks_s(block, self.config.num_shards, self.costs) if self.config.zero_stage == 3 else ZERO
 
     @property
     def _num_summed(self) -> int:
@@ -464,7 +470,7 @@ class BlockPricer:
             trained = [p for p in mine if p.trainable]
             if trained:
                 reduce = self.costs.zero_host_s("reduce", len(trained), self.states.reduced_bytes(trained))
-                yield stage >= 2, "backward", reduce
+                yield self.states.scatters, "backward", reduce
         m = self._num_summed
         for p in block.params if m > 1 else ():
             if p.trainable:

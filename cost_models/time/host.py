@@ -77,6 +77,8 @@ def _fitted_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | No
     together: Collection[int] = ()
     if costs.mode is Mode.FUSED:
         together = block.same_kernel if blocking else block.joined_ops
+    elif costs.options.fused_norms and costs.mode is Mode.EAGER:
+        together = block.same_kernel
     for k, op in _ops(block, phase, again):
         if not op_record(op.op).as_view and k not in together:
             num = _num_kernels(op, phase, costs) if blocking else _num_started(op, phase, costs)
@@ -144,6 +146,30 @@ def adds_s(block: BlockWork, num_micro_batches: int, costs: Costs) -> Quantity:
     first = 0 if options.whole_sums else 1  # the gradient of the first micro-batch becomes the sum
     each = (_CASTS_AND_ADDS if options.whole_sums else _ADDS) * (1 - first / num_micro_batches)
     seconds = each * num * costs.constants.host_blocking_s
+    return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO
+
+
+# Hooks of ZeRO 3 around a module in a pass: one fetches its parameters, one releases them.
+_HOOKS = 2
+# Elements of parameters that stay on every rank (stage3_param_persistence_threshold, deepspeed/runtime/zero/config.py).
+_PERSISTENT = 100_000
+
+
+def hooks_s(block: BlockWork, num_ranks: int, costs: Costs) -> Quantity:
+    """Return the fitted host seconds of ZeRO 3's hooks around the modules of a block in a pass; ZERO without them.
+
+    These modules are those that hold its parameters, and those that hold these. Each that holds large ones starts a
+    gather. What the device does meanwhile includes ZeRO's traffic.
+
+    Args:
+        num_ranks: ranks that share a parameter.
+    """
+    if not costs.options.module_hooks or not _is_fitted(costs):
+        return ZERO
+    paths = {p.name: tuple(p.name.split(".")[:-1]) for p in block.params}
+    modules = {path[:k] for path in paths.values() for k in range(len(path) + 1)}
+    gathers = {paths[p.name] for p in block.params if p.num_elements > _PERSISTENT} if num_ranks > 1 else ()
+    seconds = _HOOKS * len(modules) * costs.constants.host_hook_s + len(gathers) * costs.constants.host_comm_s
     return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO
 
 

@@ -257,11 +257,12 @@ class LeastTime:
         forward = p.forward + p.sent_forward + p.waited_forward
         backward = p.backward + p.sent_backward + p.waited_backward + accumulate
         hidden = np.zeros(len(self.blocks))
+        each = reduce * pricer.scatters
         if c.zero_stage == 2:
-            backward = backward + _beside(reduce, p.backward, pricer)
+            backward = backward + _beside(each, p.backward, pricer)
         elif c.zero_stage == 3:
             again = np.array([b.gathered is Gathered.TWICE or self.costs.mode is Mode.FUSED for b in self.blocks])
-            moved, behind = gather * again + reduce, p.backward + p.sent_backward
+            moved, behind = gather * again + each, p.backward + p.sent_backward
             shown = _beside(moved, behind, pricer)
             forward, backward = forward + _beside(gather, p.forward, pricer), backward + shown
             hidden = np.maximum(0.0, shown - _beside(moved, behind + p.computed_again, pricer))
@@ -283,7 +284,7 @@ class LeastTime:
         hides = states.hides if options.overlap_zero else 0.0
         window = ((c.virtual_stages - 1) * min(c.pp, c.num_micro_batches) + 1) / c.virtual_stages
         parts = [(across, passes[1], hides)]
-        if c.zero_stage <= 1:
+        if not states.scatters:
             parts[0] = (reduce + across, passes[1], hides)
         if c.zero_stage in (1, 2):
             parts.append((gather, passes[0], hides if options.overlap_gather else 0.0))
@@ -325,7 +326,7 @@ class LeastTime:
             (("gather", c.zero_stage > 0, *shards), lambda b: pricer.traffic_s(b)[0]),
             (("reduce", *reduces, *shards), lambda b: pricer.traffic_s(b)[1]),
             (("across", *shares, groups["zero_replicas"], pricer.moves_once), lambda b: pricer.across_s(b)),
-            (("add", shares if c.zero_stage >= 2 else 1), lambda b: pricer.added(b).mid),
+            (("add", shares if pricer.scatters else 1, c.zero_stage >= 2), lambda b: pricer.added(b).mid),
             (
                 ("update", *shares, c.offload, pricer.holds_once),
                 lambda b: pricer.optimizer(b).mid + pricer.moved(b).mid,

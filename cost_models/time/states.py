@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.parallel import Mode, ParallelConfig, scatters_each, sums_in_32_bits
 from autoplan.config.precision import MASTER_BYTES, Precision
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
@@ -94,6 +94,7 @@ class StatePricer:
         block_contention: The same for what ZeRO 3 sends of every block in every pass.
         reduces_beside: True if ZeRO 0 reduces gradients during the backward.
         reduction: The collective that sends the gradients of ZeRO 1 to 3.
+        scatters: True if every backward of ZeRO 2 and 3 reduces gradients; False if the last one alone does.
     """
 
     def __init__(self, config: ParallelConfig, costs: Costs, precision: Precision, groups: Mapping[str, Group]) -> None:
@@ -111,7 +112,8 @@ class StatePricer:
         self.block_contention: float = c.block_contention if by_block else self.contention
         self.reduces_beside: bool = reduced_beside(config, costs)
         self.reduction = "all_to_all" if reduces_by_exchange(costs.cluster.device_type) else "reduce_scatter"
-        if costs.options.whole_sums and config.zero_stage == 1:
+        self.scatters: bool = scatters_each(config, costs.options)
+        if (costs.options.whole_sums or costs.options.all_reduced) and config.zero_stage == 1:
             self.reduction = "all_reduce"
 
     @cached_property
@@ -158,10 +160,12 @@ class StatePricer:
         gathering = self._beside(gather, forward) + waited
         one, two = ((self.costs.wait_s(backward.mid / n, n) if reduce.mid else ZERO) for n in (1, 2))
         gather_once = gather if stage in (1, 2) else ZERO
-        reduce_once = (reduce if stage == 1 else ZERO) + across
-        last = self.beside(reduce_once, backward, self.hides) + (one if stage == 1 else ZERO)
+        in_last = stage > 0 and not self.scatters
+        reduce_once = (reduce if in_last else ZERO) + across
+        last = self.beside(reduce_once, backward, self.hides) + (one if in_last else ZERO)
+        reduce = ZERO if in_last else reduce
         if stage < 3:
-            reducing = self._beside(reduce, backward) + one if stage == 2 else ZERO
+            reducing = self._beside(reduce, backward) + one if self.scatters else ZERO
             first = gathering if stage else ZERO
             return ZeroTerms(
                 hooks["forward"], reducing + hooks["backward"], first, last if stage else ZERO, gather_once, reduce_once
@@ -169,7 +173,7 @@ class StatePricer:
         # ZeRO has a stream of its own: traffic hides behind all work of a backward, including recomputing the block
         behind = backward + sent
         moved = (gather if self.gathers_again(block) else ZERO) + reduce
-        wait = two if moved.mid > reduce.mid else one
+        wait = ZERO if not moved.mid else two if moved.mid > reduce.mid > 0 else one
         both = self._beside(moved, behind) + wait
         beside = self._beside(moved, behind + again) + wait
         hidden = both.beyond(beside)
@@ -297,7 +301,7 @@ class StatePricer:
         out = []
         for p in block.params:
             if p.trainable:
-                share = self.share(p.expert) if self.config.zero_stage >= 2 else 1
+                share = self.share(p.expert) if self.scatters else 1
                 out.append(self.costs.accumulate_s(p.num_elements / share, *self.added_dtypes(p)))
         return total(out)
 
@@ -333,7 +337,8 @@ class StatePricer:
 
     def reduced_bytes(self, params: Sequence[ParamWork]) -> float:
         """Return the bytes of the gradients of trained parameters."""
-        return sum(p.num_elements * self.grad_bytes(p.dtype) for p in params)
+        wide = MASTER_BYTES if self.costs.options.wide_sums else 0
+        return sum(p.num_elements * max(wide, self.grad_bytes(p.dtype)) for p in params)
 
     def grad_bytes(self, dtype: str) -> float:
         """Return the bytes per element of the gradient of a parameter in `dtype`."""
@@ -342,7 +347,9 @@ class StatePricer:
     def added_dtypes(self, p: ParamWork) -> tuple[str, str]:
         """Return the dtypes of a sum of gradients and of what is added to it: that of a backward, or reduced shards."""
         of_sum = self.grad_dtype(p.dtype)
-        return of_sum, of_sum if self.config.zero_stage >= 2 else p.dtype
+        if self.scatters:
+            return of_sum, of_sum
+        return "float32" if sums_in_32_bits(self.config, self.costs.options) else of_sum, p.dtype
 
     def grad_dtype(self, dtype: str) -> str:
         """Return the dtype of the gradient of a parameter in `dtype`."""

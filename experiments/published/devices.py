@@ -52,7 +52,7 @@ class Variant:
     """A device: id of the catalog with overrides of `Cluster.parse`. `name`: letters and digits only, in capitals.
 
     `form`: of FORMS. `sizes_gb`: its memory, as makers and drivers count it; the first is the one to speak of. `note`:
-    what it is instead.
+    what it is instead. `of_one_site`: meant only where its memory is stated.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Variant:
     device_id: str
     overrides: str = ""
     note: str = ""
+    of_one_site: bool = False
 
     def off(self, memory_gb: float) -> float:
         """Return how far a stated size is from the nearest of its own, relative."""
@@ -79,6 +80,9 @@ _OTHERS = (
     Variant("A800", "sxm", (40.0,), "a100-sxm4-40gb", "scaleup=200"),
     # Meta's: HBM2e of 96 GB and 2.4 TB/s, 500 W (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md)
     Variant("H100", "sxm", (94.0, 96.0), "h100-sxm5-80gb", "memory_gb=94,memory_gb_s=2400,power=500"),
+    # custom devices of supercomputers
+    Variant("A100", "sxm", (64.0,), "leonardo-a100-64gb", of_one_site=True),
+    Variant("H100", "sxm", (64.0,), "marenostrum5-h100-64gb", of_one_site=True),
     # a MI355X for air cooling: 1,000 W (AMD Instinct MI350X data sheet)
     Variant("MI350X", "oam", (288.0,), "mi355x-288gb", "power=1000", "a MI355X of 1,000 W"),
     # its GPU is an H100 (NVIDIA GH200 data sheet); its memory is faster by a fifth, which is left out
@@ -146,6 +150,7 @@ def device_of(text: str, memory_gb: float | None) -> DeviceMatch:
     socket = re.search(r"SXM\d", text.upper())  # a device may come in two that differ
     candidates = [v for v in candidates if socket and socket[0].lower() in v.device_id.split("-")] or candidates
     if memory is None:
+        candidates, known = ([v for v in some if not v.of_one_site] for some in (candidates, known))
         return _without_memory(text, candidates, known, stated_form=bool(of_form), notes=notes)
     best = min(candidates, key=lambda v: v.off(memory))
     if best.off(memory) > SAME_MEMORY and not form:  # another form has that size

@@ -43,6 +43,9 @@ class Memory:
 FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"MaxText|PaxML|\bPAX\b|\bJAX\b", Framework.JAX),
     (r"Composer|llm-foundry", Framework.COMPOSER),
+    (r"Aleph-Alpha/", Framework.ALEPH_ALPHA),
+    (r"KempnerForge", Framework.KEMPNER),
+    (r"foundation-model-stack/fms-fsdp|Modalities/", Framework.FSDP),
     (r"torchtitan", Framework.TORCHTITAN),
     (r"InternEvo", Framework.INTERNEVO),
     (r"bigscience|OpenLLM-France", Framework.BIGSCIENCE),
@@ -69,6 +72,11 @@ SHARD_GROUPS: tuple[tuple[str, int], ...] = ((r"paxml/README_5b", 8), (r"paxml/R
 ALL_SHARDED = r"^(3\b|zero-?3|FSDP)(?!/)"
 
 UNKNOWN_SCHEDULE = ("1F1B", "ZB-H1")
+
+# Frameworks that compile blocks unless a row's flags do not say so, and the words that do (float8 and asynchronous
+# tensor parallelism need it).
+COMPILES = frozenset((Framework.TORCHTITAN, Framework.KEMPNER, Framework.FSDP))
+COMPILED = r"(?<!no )(?<!no torch\.)(?<!without )(?<!without torch\.)compile|float8|AsyncTP"
 
 # Schedules with one chunk per rank if the row does not state the number.
 ONE_CHUNK = r"^(1f1b|plain.*|non.*|1f1bnon.*|none|no|na|default|pipedream.*|zb(h1|h2|1p|2p)?|zerobubble(h1|h2)?)$"

@@ -310,6 +310,8 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
         assumed.append("global_batch")
     if shape.adapters is not None:  # ZeRO 1 and 2 shard what is trained, which is next to nothing
         zero = tuple(dict.fromkeys(0 if stage < 3 else stage for stage in zero))
+        if not row["zero_stage"] and dp * cp == 1:  # on one device adapters are trained without it
+            zero = (0,)
     stack, where = stacks_of_frameworks()[framework], (era, row["gpu"], row["precision"], row["model"])
     recompute = recompute_of(row, stack.recompute_at(*where, zero[0]))
     schedules, on_host = schedule_of(row, pp), offload_of(row, zero[0], dp * cp)
@@ -413,9 +415,9 @@ def _zero_replicas(row: Row, ranks: int) -> int:
 
 
 def _modes(row: Row, framework: Framework) -> tuple[Mode, ...]:
-    """Of the framework; where torchtitan says what it compiles, only that (float8 needs it)."""
+    """Of the framework; where it says what it compiles, only that."""
     modes = tables.DEFAULTS[framework].modes
-    if framework is Framework.TORCHTITAN and not re.search(r"compile|float8|AsyncTP", row["flags"], re.IGNORECASE):
+    if framework in reading.COMPILES and not re.search(reading.COMPILED, row["flags"], re.IGNORECASE):
         return tuple(reversed(modes))
     return modes
 

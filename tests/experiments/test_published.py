@@ -59,7 +59,7 @@ def test_a_file_without_a_column_or_with_a_word_for_a_number_is_refused_by_name(
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"gpu": "H100", "gpu_mem_gb": "60"}, "no device H100 with 60 GB is known; H100 is known with 80 GB"),
+        ({"gpu": "H100", "gpu_mem_gb": "50"}, "no device H100 with 50 GB is known; H100 is known with 80 GB"),
         ({"gpu": "MI999"}, "no device MI999 in the catalog; it has v100-sxm2-16gb"),
         ({"global_batch": "8"}, "dp=16 is more than the global batch of 8"),
         ({"tp": "2.5"}, "tp=2.5: must be a whole number"),
@@ -189,6 +189,32 @@ def test_adapters_are_all_that_is_trained() -> None:
     named = case_of(flags="Hugging Face Trainer; LoRA rank 64 of all projections", source="x")
     assert named.task.shape.adapters == Adapters(64, ("all-linear",)) and named.framework is Framework.TRANSFORMERS
     assert case_of().task.shape.adapters is None
+    alone = {"flags": "Hugging Face Trainer; LoRA", "source": "x", "zero_stage": "", "dp": "1", "tp": "1", "pp": "1"}
+    assert case_of(**alone, n_gpus="1", global_batch="8").task.settings[0].config.zero_stage == 0
+    all_of_it = {**alone, "flags": "Hugging Face Trainer"}
+    assert case_of(**all_of_it, n_gpus="1", global_batch="8").task.settings[0].config.zero_stage == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "framework", "precision"),
+    [
+        ("Aleph-Alpha/layouts data/x.xlsx", Framework.ALEPH_ALPHA, "bf16-grad16"),
+        ("KempnerInstitute/KempnerForge x.md:1", Framework.KEMPNER, "native"),
+        ("foundation-model-stack/fms-fsdp README.md:16", Framework.FSDP, "bf16-grad16"),
+        ("Modalities/modalities x.md:1", Framework.FSDP, "bf16-grad16"),
+    ],
+)
+def test_frameworks_are_known_by_their_sources(source: str, framework: Framework, precision: str) -> None:
+    found = case_of(source=source, flags="as torchtitan: torch.compile", precision="BF16")
+    assert (found.framework, found.task.precision) == (framework, precision)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [("torch.compile", Mode.COMPILED), ("no torch.compile", Mode.EAGER), ("without compile; AsyncTP", Mode.COMPILED)],
+)
+def test_what_is_not_compiled_is_eager(flags: str, mode: Mode) -> None:
+    assert case_of(source="pytorch/torchtitan", flags=flags).task.settings[0].mode is mode
 
 
 def test_a_run_without_memory_is_priced_and_not_compared() -> None:

@@ -29,6 +29,8 @@ def test_every_device_of_the_catalog_is_found_by_its_own_name(device_id: str) ->
     [
         ("NVIDIA H100 80GB HBM3", "h100-sxm5-80gb"),
         ("NVIDIA H100 PCIe", "h100-pcie-80gb"),
+        ("A100-SXM-64GB", "leonardo-a100-64gb"),
+        ("H100 64GB", "marenostrum5-h100-64gb"),
         ("h100pcie", "h100-pcie-80gb"),
         ("NVIDIA H100 NVL", "h100-nvl-94gb"),
         ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
@@ -95,7 +97,7 @@ def test_a_size_that_is_near_is_the_nearest_device_and_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "memory"), [("H100", 60.0), ("A100", 64.0), ("L40S", 24.0), ("H100 PCIe", 40.0), ("V100", 24.0)]
+    ("text", "memory"), [("H100", 50.0), ("A100", 55.0), ("L40S", 24.0), ("H100 PCIe", 40.0), ("V100", 24.0)]
 )
 def test_a_size_that_no_device_has_names_all_that_there_are(text: str, memory: float) -> None:
     name = text.split()[0]

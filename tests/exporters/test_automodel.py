@@ -114,13 +114,12 @@ def test_zero_follows_from_what_stays_gathered(given: dict[str, Any], stage: int
     assert read(changed(**given), tmp_path, "llama-3.1-8b").says["zero_stage"] == stage
 
 
-def test_gradients_that_stay_whole_are_a_warning(tmp_path: Path) -> None:
+def test_gradients_that_stay_whole_are_priced(tmp_path: Path) -> None:
     data = changed()
     data["step_scheduler"]["local_batch_size"] = 1
-    (warning,) = read(data, tmp_path, "llama-3.1-8b").warnings
-    assert warning.startswith("defer_fsdp_grad_sync keeps whole gradients")
+    assert read(data, tmp_path, "llama-3.1-8b").says["reduce_once"] is True
     data["distributed"]["defer_fsdp_grad_sync"] = False
-    assert read(data, tmp_path, "llama-3.1-8b").warnings == ()
+    assert read(data, tmp_path, "llama-3.1-8b").says["reduce_once"] is False
 
 
 def test_stages_are_written_by_number_where_automodel_cuts_them_so() -> None:

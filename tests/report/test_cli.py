@@ -254,6 +254,12 @@ EVERYTHING = RunOptions(
     expandable_segments=True,
     fused_accumulation=False,
     reruns=Reruns.WHOLE,
+    whole_losses=True,
+    fused_norms=True,
+    wide_sums=True,
+    all_reduced=True,
+    reduce_once=True,
+    module_hooks=True,
 )  # nothing of it is a default
 
 
@@ -264,8 +270,10 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
     result = run("estimate", *model, "--tp", "2", *words)
     text = " ".join(result.stdout.replace("\\", "").split())
     assert "flash1 attention, graphs launch, overlap of ep and tp, flex_fp8 dispatcher, no sequence parallelism" in text
-    assert "compiled loss, ZeRO not overlapped, ZeRO 3 by tensor, whole sums of gradients" in text
-    assert "buckets of 1000 elements, expandable segments, gradients added apart from products, split sends" in text
+    assert "compiled loss, whole losses, fused norms, ZeRO not overlapped, ZeRO 3 by tensor" in text
+    assert "whole sums of gradients, gradients reduced in 32 bits, gradients all-reduced" in text
+    assert "gradients reduced once, hooks around every module, buckets of 1000 elements, expandable" in text
+    assert "expandable segments, gradients added apart from products, split sends" in text
     assert "documents of 256 tokens" in text, text
     assert text.endswith(" ".join(words)) and "weights gathered in 8 bits" not in text  # bf16
     request = json.loads(run("estimate", *model, "--tp", "2", *words, "--json").stdout)["request"]

@@ -38,6 +38,10 @@ OF_STEPS = {
     "overlap_gather": False,
     "zero_by_tensor": True,
     "whole_sums": True,
+    "wide_sums": True,
+    "all_reduced": True,
+    "reduce_once": True,
+    "module_hooks": True,
     "sends": "serial",
     "zero_bucket": 1000,
 }

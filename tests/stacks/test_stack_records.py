@@ -11,6 +11,7 @@ from autoplan.config.parallel import Launch, Sends
 from autoplan.config.precision import precision_of
 from autoplan.config.recompute import recompute_kind
 from autoplan.errors import PinError
+from autoplan.stacks.like import read_like
 from autoplan.stacks.records import Framework, stack, stack_of, stacks, stacks_of_frameworks, version_of, year_of
 
 BRIDGE = json.loads(files("autoplan.profiles").joinpath("stacks/megatron-bridge.json").read_text(encoding="utf-8"))
@@ -169,6 +170,23 @@ def test_bloom_summed_in_16_bits_until_deepspeed_had_its_bf16_optimizer() -> Non
     lm = stack("megatron-lm")
     sent = [lm.options_at(year_of(v), "A100", "BF16").sends for v in ("20.12", "22.06", "23.02", "23.04")]
     assert sent == [Sends.WHOLE, Sends.SPLIT, Sends.SPLIT, Sends.WHOLE]
+
+
+def test_what_is_without_masters_is_said_once() -> None:
+    automodel = stack("automodel")
+    year = year_of("26.08")
+    assert [automodel.in_16_bits(p, False, year) for p in ("bf16", "fp16", "native")] == ["native", "fp16", "native"]
+    like = read_like("automodel")
+    assert like.precision(latent=False) == "native"
+    assert like.but(precision="bf16-grad32").precision(latent=False) == "bf16"
+    assert [s.name for s in stacks().values() if s.native_since is not None] == ["automodel", "kempnerforge"]
+    assert stack("torch-fsdp").in_16_bits("bf16", False, year) == "bf16-grad16"
+
+
+def test_gradients_are_reduced_once_where_the_source_says_no_sync() -> None:
+    found = {s.name for s in stacks().values() if s.options_at(year_of("26.08"), "H100", "BF16").reduce_once}
+    assert found == {"accelerate", "automodel", "kempnerforge"}
+    assert stack("deepspeed").options_at(2023.9, "A100", "BF16").module_hooks
 
 
 def test_products_add_gradients_in_megatron_since_february_2022_and_never_with_deepspeed() -> None:
