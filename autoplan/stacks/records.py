@@ -28,6 +28,7 @@ from autoplan.config.recompute import NONE, OFFLOAD, RECOMPUTE, RECOMPUTE_KINDS,
 from autoplan.errors import PinError
 from autoplan.names import did_you_mean
 from autoplan.schedules.schedule import SCHEDULES
+from autoplan.stacks.limits import Limit
 
 
 class Framework(StrEnum):
@@ -86,6 +87,7 @@ class Abilities:
     `degrees`: those that may be above 1; `recompute`: names of RECOMPUTE_KINDS; `offload`: state on the host.
     `recompute_mix`: how the recompute of single layers may differ.
     `dispatcher`, `launch`: values of these options that a search tries beside the default; empty: only the default.
+    `limits`: what it cannot of what it can each alone.
     """
 
     modes: tuple[Mode, ...]
@@ -98,6 +100,7 @@ class Abilities:
     dispatcher: tuple[Dispatcher, ...] = ()
     launch: tuple[Launch, ...] = ()
     recompute_mix: RecomputeMix = RecomputeMix.ANY
+    limits: tuple[Limit, ...] = ()
     source: str = ""
 
 
@@ -360,7 +363,7 @@ _ABLE: Mapping[str, Sequence[Any]] = {
     "precisions": tuple(PRECISIONS),
 }
 
-_MIX = "recompute_mix"
+_MIX, _LIMITS = "recompute_mix", "limits"
 
 SETTINGS: Mapping[str, Sequence[Any]] = {"dispatcher": tuple(Dispatcher), "launch": tuple(Launch)}  # of Abilities
 
@@ -477,7 +480,7 @@ def stack_of(data: object, where: str) -> Stack:
     """
     read = _Reader(data, where, _NEEDED, _OPTIONAL)
     kernels = _Reader(read.data["kernels"], f"{where}: kernels", ("modes", "recompute", "zero_stages", "source"))
-    can = _Reader(read.data["can"], f"{where}: can", (*_ABLE, _MIX, "source"), tuple(SETTINGS))
+    can = _Reader(read.data["can"], f"{where}: can", (*_ABLE, _MIX, "source"), (*SETTINGS, _LIMITS))
     known = tuple(name for name in RECOMPUTE_KINDS if name in RECOMPUTE)
     chunks = read.inner("chunks", ("default", "source"))
     whole = read.inner("whole_experts", ("since", "source"))
@@ -505,7 +508,8 @@ def stack_of(data: object, where: str) -> Stack:
     }
     words = {**_ABLE, **{name: values for name, values in SETTINGS.items() if name in can.data}}
     lists = {name: can.some(name, values) for name, values in words.items()}
-    able = Abilities(**lists, recompute_mix=_mix(can), source=can.one("source", str))
+    limits = can.some(_LIMITS, tuple(Limit)) if _LIMITS in can.data else ()
+    able = Abilities(**lists, recompute_mix=_mix(can), limits=limits, source=can.one("source", str))
     when = Gradients16.NEVER if narrow is None else narrow.one("when", str)
     if when not in tuple(Gradients16):
         known_16 = [str(each) for each in Gradients16]

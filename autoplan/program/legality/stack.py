@@ -9,6 +9,7 @@ from autoplan.config.recompute import can_mix, kinds_in, recompute_text
 from autoplan.program.facts import Facts, layer_calls
 from autoplan.program.legality.rule import Rule
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, chunks_of_ranks
+from autoplan.stacks.limits import beyond
 
 
 def _cannot(f: Facts, said: str, able: Sequence[object]) -> str:
@@ -71,9 +72,16 @@ def _offload(c: ParallelConfig, f: Facts) -> str | None:
     return _cannot(f, f"offload={'+'.join(c.offload)!r}", f.like.can.offload)
 
 
+def _limits(c: ParallelConfig, f: Facts) -> str | None:
+    found = (beyond(limit, c) for limit in f.like.can.limits) if f.like is not None else ()
+    said = next(filter(None, found), None)
+    return said and f"{said}, by {f.like.name if f.like is not None else ''}"
+
+
 RULES: tuple[Rule, ...] = (
     *map(_degree, ("tp", "pp", "cp", "ep", "etp")),
     Rule("the stack has no such ZeRO stage", ("zero_stage", "dp", "cp"), _zero),
+    Rule("the stack has no such combination", ("etp", "ep", "zero_stage", "tp", "dp", "cp", "pp"), _limits),
     Rule("the stack has no such schedule", ("schedule", "virtual_stages", "pp"), _schedule),
     Rule("the stack has no such recompute", ("recompute",), _recompute),
     Rule("the stack has no such mix of recompute", ("recompute", "stages", "pp", "virtual_stages", "schedule"), _mix),
