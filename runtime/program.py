@@ -36,6 +36,7 @@ from autoplan.runtime.convert import (
     typed,
     vary,
 )
+from autoplan.runtime.draws import draw
 from autoplan.runtime.dropout import dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
 from autoplan.runtime.experts import experts
@@ -62,6 +63,7 @@ __all__ = [
     "context_part",
     "context_positions",
     "cross_entropy_sum",
+    "draw",
     "dropout",
     "experts",
     "extreme",
