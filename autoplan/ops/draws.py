@@ -10,7 +10,7 @@ from autoplan.ir.graph import OF_THE_WHOLE_BATCH
 from autoplan.ir.symbols import Expr
 from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.elementwise import UNARY, random_block_bytes
-from autoplan.ops.record import OpKind, OpRecord, Trait
+from autoplan.ops.record import Inside, OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, OpFacts, keeps
 from autoplan.ops.text import OpText, literal
 
@@ -31,6 +31,22 @@ def _text(t: OpText) -> str:
     return f"draw({t.args[0]}, {t.attrs['distribution']!r}, ({parameters.rstrip()}), rng, {t.over})"
 
 
+# Operations of torch that make the numbers, and bytes per element that they read and write in float32 (counted by a
+# TorchDispatchMode): where nothing fuses them, each is a kernel.
+_WORK = {
+    "uniform": (77, 324),
+    "normal": (107, 739),
+    "exponential": (86, 427),
+    "bernoulli": (77, 318),
+    "integers": (78, 348),
+}
+
+
+def _inside(f: OpFacts) -> Inside:
+    num, num_bytes = _WORK[f.attrs["distribution"]]
+    return Inside(num, float(num_bytes * f.outputs[0].num_elements))
+
+
 def _workspace(f: OpFacts) -> tuple[int, ...]:
     x = f.inputs[0]
     return (random_block_bytes(f, _TENSORS) + x.num_bytes, 0)
@@ -45,6 +61,7 @@ RECORDS = (
         _text,
         {"autoplan.draw.default": _lowered},
         variable="drawn",
+        inside=_inside,
         has=(
             Trait.TRANSCENDENTAL,
             Trait.RANDOM,

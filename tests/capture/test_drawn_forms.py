@@ -78,6 +78,7 @@ class Drawing(nn.Module):
     def __init__(self, *forms: Form) -> None:
         super().__init__()
         self.first, self.head, self.forms = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), forms
+        self.held = nn.ModuleList(form for form in forms if isinstance(form, nn.Module))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -124,12 +125,27 @@ def _from_generator(x: torch.Tensor) -> torch.Tensor:
     return x + torch.randn(WIDTH, generator=torch.Generator())
 
 
+class Held(nn.Module):
+    """Draws from a generator of its own that torch does not know."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(self.generator.random())
+
+
 REFUSED: dict[str, tuple[Form, str]] = {
     "kernel": (lambda x: torch.poisson(x.exp()), r"test_drawn_forms\.py:\d+: aten\.poisson\.default .* torch\.rand, "),
     "generator": (_from_generator, r"aten\.randn\.generator .* a generator of its own .* leave the generator out"),
     "in place": (lambda x: x + torch.empty_like(x).normal_(generator=torch.Generator()), "a generator of its own"),
     "Python": (lambda x: x * random.random(), "Python's random"),
     "NumPy": (lambda x: x * float(np.random.rand()), r"numpy\.random"),
+    **{
+        f"an attribute, {type(g).__name__}": (Held(g), r"draws random numbers with 'held\.0\.generator'")
+        for g in (random.Random(0), np.random.default_rng(0), np.random.RandomState(0))
+    },
     "layers": (lambda x: x if torch.rand([]) < 0.5 else x * 2, "Python reads the value of a tensor"),
 }
 

@@ -10,8 +10,11 @@ from random_numbers import number
 from spmd_types import SpmdTypeError
 from spmd_types.checker import typecheck
 from test_runtime_ops import mesh_of, types_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.capture.draws import FORMS
+from autoplan.ops.saved import OpFacts, TensorFacts
+from autoplan.ops.table import op_record
 from autoplan.runtime.convert import I, P, R, V, typed
 from autoplan.runtime.draws import DISTRIBUTIONS, draw
 from autoplan.runtime.random_bits import Factor
@@ -88,6 +91,30 @@ def test_narrow_numbers_are_the_wide_ones_rounded(dtype: torch.dtype) -> None:
         fine = drawn("uniform", ((1 << 15, 1 << 15, ()),), dtype=dtype)
         assert float(fine.max()) < 1 and (dtype is not torch.float32 or len(fine.unique()) > 32_000)
         assert float(drawn("exponential", ((1 << 15, 1 << 15, ()),), dtype=dtype).min()) > 0
+
+
+def test_its_price_counts_the_operations_of_each_distribution() -> None:
+    """What the record says of a distribution is within a tenth of what torch is told to do."""
+
+    class Counted(TorchDispatchMode):
+        num, num_bytes = 0, 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if not any(view in str(func) for view in ("view", "expand", "squeeze", "split", "detach", "select")):
+                self.num += 1
+                tensors = [x for x in (*args, out) if isinstance(x, torch.Tensor)]
+                self.num_bytes += sum(x.numel() * x.element_size() for x in tensors)
+            return out
+
+    n = 1 << 18
+    for name in NAMES:
+        x = TensorFacts((n,), "float32")
+        assert op_record("draw").inside is not None
+        said = op_record("draw").inside(OpFacts("draw", {"distribution": name}, (x,), (x,)))  # type: ignore[misc]
+        with mesh_of([("tp", 1)]), Counted() as counted:
+            drawn(name, ((n, n, ()),), dtype=torch.float32)
+        assert abs(counted.num / said.kernels - 1) < 0.1 and abs(counted.num_bytes / said.moved_bytes - 1) < 0.1, name
 
 
 def test_what_draw_refuses() -> None:
