@@ -68,7 +68,7 @@ class ParallelModel(StateMethods):
         param_groups: the optimizer's groups of parameters (`autoplan.runtime.param_groups`); None: one group.
         device: where to run.
         folder: where the emitted modules are written, for readers; by default nowhere.
-        seed: seed of dropout.
+        seed: seed of dropout and all other random numbers of a forward.
         dtype: a floating dtype to run in instead of the captured one (for parity in float64).
         aliases: further names of tied parameters, for `state_dict`.
         extra_state: persistent buffers and other state that the loss does not need, for `state_dict`.

@@ -100,9 +100,9 @@ class StageInputs:
         Samples are numbered batch by batch, within a batch data rank by data rank, of which each has `samples` in all
         `num_batches` batches. One copy to the device for all micro-batches, without synchronisation.
         """
-        size, each = _num_samples(parts[0]), len(parts) // num_batches
+        sizes, each = [_num_samples(part) for part in parts], len(parts) // num_batches
         whole, before = (sum(numbers) // num_batches for numbers in (samples, samples[:data_rank]))
-        firsts = [k // each * whole + before + k % each * size for k in range(len(parts))]
+        firsts = [k // each * whole + before + sum(sizes[k - k % each : k]) for k in range(len(parts))]
         numbers = torch.tensor([[seed, step, first] for first in firsts])
         return numbers.to(self._device, non_blocking=True).unbind()
 

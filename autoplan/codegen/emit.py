@@ -98,7 +98,7 @@ def _drawn_parts(op: Op, ctx: Context, site: int) -> str:
             )
             mark = "'batch'" if size == Expr.symbol("b") else repr(axes)
             entries.append(f"({py(local[i][j])}, {py(size)}, {mark})")
-    return f"self.site + {site}, ({', '.join(entries)},)"
+    return f"self.site + {site}, ({''.join(f'{entry}, ' for entry in entries).rstrip()})"
 
 
 def _num_partial(op: Op, ctx: Context) -> int:

@@ -49,6 +49,7 @@ def _over(x: torch.Tensor) -> torch.Tensor:
 FORMS: dict[str, tuple[Form, dict[str, int]]] = {
     "filled": (_filled, {"uniform": 1, "normal": 1, "exponential": 1, "bernoulli": 1}),
     "over": (_over, {"normal": 1, "uniform": 1}),
+    "one for all": (lambda x: x * torch.randn(()) + torch.rand(WIDTH), {"normal": 1, "uniform": 1}),
     "gumbel": (lambda x: F.gumbel_softmax(x, hard=True), {"exponential": 1}),
     "features": (lambda x: F.dropout1d(x, 0.3) + nn.FeatureAlphaDropout(0.2)(x), {"bernoulli": 2}),
     "alpha": (lambda x: F.alpha_dropout(x, 0.1, True), {"bernoulli": 1}),

@@ -42,7 +42,7 @@ def _check(name: str, pins: str, compile: str | None = None) -> None:
     want, wanted = _alone(name)
     assert all(math.isclose(a, b, rel_tol=1e-11) for a, b in zip(losses, want, strict=True)), (losses, want)
     # every step and every evaluation draws anew; paths are not dropped in evaluation
-    assert len(set(want)) == (4 if name == "paths" else 6) and gradients.keys() == wanted.keys()
+    assert len(set(want)) == (6 if name == "paths" else 8) and gradients.keys() == wanted.keys()
     for n, g in wanted.items():
         torch.testing.assert_close(gradients[n], g, rtol=1e-10, atol=1e-12 * float(g.abs().max()))
 
