@@ -137,6 +137,11 @@ class Held(nn.Module):
         return x * float(self.generator.random())
 
 
+def _seeded(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(7)
+    return x + torch.randn(WIDTH)
+
+
 REFUSED: dict[str, tuple[Form, str]] = {
     "kernel": (lambda x: torch.poisson(x.exp()), r"test_drawn_forms\.py:\d+: aten\.poisson\.default .* torch\.rand, "),
     "generator": (_from_generator, r"aten\.randn\.generator .* a generator of its own .* leave the generator out"),
@@ -147,6 +152,7 @@ REFUSED: dict[str, tuple[Form, str]] = {
         f"an attribute, {type(g).__name__}": (Held(g), r"draws random numbers with 'held\.0\.generator'")
         for g in (random.Random(0), np.random.default_rng(0), np.random.RandomState(0))
     },
+    "seeded": (_seeded, r"seeds torch's generator .* register it as a buffer"),
     "layers": (lambda x: x if torch.rand([]) < 0.5 else x * 2, "Python reads the value of a tensor"),
 }
 

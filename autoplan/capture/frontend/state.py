@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ def state_refused(model: nn.Module, counters: Counters) -> Iterator[None]:
         before, buffers = held_tensors(model), {n for n, _ in model.named_buffers(remove_duplicate=False)}
         counters.start()
         reads = _Reads(before.values())
-        with reads:
+        with reads, _unseeded(model):
             yield
         after = held_tensors(model)
         counters.end(before, after)
@@ -107,6 +108,21 @@ def _stored(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     if isinstance(buffer, FakeTensor):
         buffer.copy_(value)
     return True
+
+
+def _unseeded(model: nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which `torch.manual_seed` raises CaptureError.
+
+    A forward that calls it draws the same in every step, and a program would draw anew.
+    """
+
+    def refuse(seed: int) -> None:
+        raise CaptureError(
+            f"the forward of {type(model).__name__} seeds torch's generator (torch.manual_seed({seed})), to draw the "
+            "same in every step, and the program would draw anew: draw the tensor once and register it as a buffer"
+        )
+
+    return patch.object(torch, "manual_seed", refuse)
 
 
 def _generators(model: nn.Module) -> dict[str, Any]:
