@@ -123,7 +123,7 @@ def parallelize(
             which is measured first (bounded, once) if there is none; AUTOPLAN_PROFILE names another or says 'assumed'.
         folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; by default they are
             not written, and tracebacks, debuggers and `pm.source` have the text.
-        seed: seed of dropout.
+        seed: seed of dropout and all other random numbers of a forward.
         timeout_s: seconds that a collective may wait before the job fails; None: AUTOPLAN_TIMEOUT_S, or 10 minutes.
         check: True: type-check the emitted program with spmd_types in another process before it runs (some seconds).
         compile: whether every block runs through torch.compile. True: by its default backend (inductor, which needs a

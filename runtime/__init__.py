@@ -28,7 +28,8 @@ Operators of emitted modules:
 `context`, `ring`: attention over a sequence that is cut over ranks
 `experts`: the experts of a mixture, with token dispatch
 `embedding`, `loss`: embedding and cross entropy, also with a sharded vocabulary
-`dropout`: dropout whose mask depends on global positions
+`random_bits`: random bits that depend on global positions
+`dropout`, `draws`: dropout by them, and random tensors of any distribution
 `fused`, `triton_kernels`: operators that are one kernel on a GPU
 `host_copies`: numbers that the device knows and the host needs
 

@@ -116,6 +116,21 @@ def only_trains(spec: ProgramSpec) -> str | None:
     return f"{spec.model} {what} while it trains, and the program has only that: {why}; evaluate pm.to_module() instead"
 
 
+def evaluation_key(num_steps: int, num_evaluations: int) -> int:
+    """Return what random draws of an evaluation are keyed by in place of the step: no step of a training has it.
+
+    An evaluation draws the same after a checkpoint was loaded, and changes nothing that a training draws.
+
+    Args:
+        num_steps: steps of the training so far.
+        num_evaluations: evaluations since the last one.
+    """
+    return num_steps + ((num_evaluations + 1) << _STEP_BITS)
+
+
+_STEP_BITS = 40  # a training has fewer steps than 2**40
+
+
 @contextmanager
 def evaluating(stages: Iterable[nn.Module]) -> Iterator[None]:
     """Let stages and their blocks compute what the module does in evaluation, where that is something else."""

@@ -21,7 +21,7 @@ from autoplan.runtime.checkpoint.contents import TrainingProgress
 from autoplan.runtime.checkpoint.door import Checkpoints
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
-from autoplan.runtime.evaluate import Waves, evaluating, only_trains
+from autoplan.runtime.evaluate import Waves, evaluating, evaluation_key, only_trains
 from autoplan.runtime.failure import guard
 from autoplan.runtime.given_module import GivenModule
 from autoplan.runtime.host_memory import give_back_freed_memory
@@ -68,7 +68,7 @@ class ParallelModel(StateMethods):
         param_groups: the optimizer's groups of parameters (`autoplan.runtime.param_groups`); None: one group.
         device: where to run.
         folder: where the emitted modules are written, for readers; by default nowhere.
-        seed: seed of dropout.
+        seed: seed of dropout and all other random numbers of a forward.
         dtype: a floating dtype to run in instead of the captured one (for parity in float64).
         aliases: further names of tied parameters, for `state_dict`.
         extra_state: persistent buffers and other state that the loss does not need, for `state_dict`.
@@ -145,7 +145,7 @@ class ParallelModel(StateMethods):
         self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
         self.precision: MixedPrecision | None = MixedPrecision.of(spec)
         check_precision(spec, self.precision, dtype, gradient_compression)
-        self._num_evaluations = self._num_own_steps = 0
+        self._num_evaluations = self._num_evaluations_of_step = self._num_own_steps = 0
         self.training: bool = True
         self.folder: Path | None = folder
         self.stages: dict[int, nn.Module] = {index: self._build(mine, buffers) for index, mine in self._specs.items()}
@@ -416,10 +416,11 @@ class ParallelModel(StateMethods):
         problem = self._batches.problem(batches) if self.training else "pm.eval() was called; call pm.train() first"
         problem = problem or self._changed()
         parts = [] if problem is not None else [part for batch in batches for part in self._batches.cut(batch)]
+        keys = self.progress.seed, self.progress.num_steps
         counts = self._batches.settle(
             batches,
             problem,
-            lambda: self._inputs.count(parts),
+            lambda: self._inputs.count(parts, len(batches), *keys, self.data_rank),
             data_rank=self.data_rank,
             step=self._num_own_steps,
             settings=self._settings,
@@ -432,7 +433,6 @@ class ParallelModel(StateMethods):
         if self._host is not None:
             self._host.give_parameters()
         with self._in_mesh():
-            keys = self.progress.seed, self.progress.num_steps
             generators = self._inputs.generators(parts, len(batches), *keys, counts.samples, self.data_rank)
             self._inputs.complete(parts, denominators, generators)
             total = self._total(next(iter(self._syncs.values())) if len(self._syncs) == 1 else None)
@@ -449,6 +449,7 @@ class ParallelModel(StateMethods):
             self._dropped.made()
         self.progress.num_steps += 1
         self._num_own_steps += 1
+        self._num_evaluations_of_step = 0
         self.progress.num_samples += sum(counts.samples)
         return total.result(losses)
 
@@ -514,14 +515,17 @@ class ParallelModel(StateMethods):
         if problem is None and num:
             problem = batches.problem_of_evaluation(batch, num)
         parts: list[dict[str, Any]] = [] if problem is not None or not num else batches.cut(batch, num)
-        counts = batches.settle(
-            [batch], problem, lambda: inputs.count(parts), data_rank=self.data_rank, step=self._num_evaluations
-        )
+        keys = self.progress.seed, evaluation_key(self.progress.num_steps, self._num_evaluations_of_step)
+        count = functools.partial(inputs.count, parts, 1, *keys, self.data_rank)
+        counts = batches.settle([batch], problem, count, data_rank=self.data_rank, step=self._num_evaluations)
         denominators = inputs.denominators(counts)
         self._state.follow_first_copies()
         if self._host is not None:
             self._host.give_parameters()
-        inputs.complete(parts, denominators, [None] * len(parts))
+        generators: Sequence[torch.Tensor | None] = [None] * len(parts)  # no dropout
+        if self.spec.evaluation is not None:  # which has what an evaluation draws, and nothing else
+            generators = inputs.generators(parts, 1, *keys, counts.samples, self.data_rank)
+        inputs.complete(parts, denominators, generators)
         waves = Waves(self._evaluated, self.mesh, self.stages, inputs, self.device)
         with ExitStack() as entered:
             entered.enter_context(self._in_mesh())
@@ -533,6 +537,7 @@ class ParallelModel(StateMethods):
         if self._host is not None:
             self._host.wait_until_given()
         self._num_evaluations += 1
+        self._num_evaluations_of_step += 1
         return self._total().result(losses)
 
     def _run(

@@ -36,6 +36,7 @@ from autoplan.runtime.convert import (
     typed,
     vary,
 )
+from autoplan.runtime.draws import draw
 from autoplan.runtime.dropout import dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
 from autoplan.runtime.experts import experts
@@ -62,6 +63,7 @@ __all__ = [
     "context_part",
     "context_positions",
     "cross_entropy_sum",
+    "draw",
     "dropout",
     "experts",
     "extreme",
@@ -89,7 +91,7 @@ class Block(nn.Module):
         recompute: which activations are dropped and recomputed in the backward: `none`; `full`, all inside the block;
             names of its regions joined by `+` (`attention+norms`); `selective`, those inside the attention region,
             except its result. Or `offload`: the activations wait in the memory of the host.
-        site: number of the block's first dropout in the whole program.
+        site: number of the block's first draw (a dropout, random numbers) in the whole program.
         gathered: what happens under ZeRO 3 to parameters gathered for the forward: `again`, they are dropped and
             gathered again for the backward; `keep`, the backward follows at once; `drop`, the backward needs no
             parameter.
@@ -125,7 +127,7 @@ class Block(nn.Module):
         return run(self, *args, **kwargs)
 
     def _run_full(self, *args: Any, **kwargs: Any) -> Any:
-        # no generator state to restore: dropout is a function of position
+        # no generator state to restore: random numbers are functions of their positions
         return checkpoint(
             self.compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=kept_copies, **kwargs
         )

@@ -14,7 +14,7 @@ How: autograd hands every tensor that it saves to a hook (`torch.autograd.graph.
 the hook saves an empty, numbered slot instead. Outside, a tensor in the storage of a region's result becomes a slot
 with its strides. The first slot that is asked for recomputes the region, which fills all slots. A slot is freed with
 the operation that holds it. If a region's arguments are results of other regions, those are recomputed first. No random
-generator state is kept: dropout here is a function of its position.
+generator state is kept: random numbers here are functions of their positions.
 """
 
 from __future__ import annotations

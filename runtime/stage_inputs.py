@@ -1,4 +1,4 @@
-"""Inputs of stages besides the batch: denominators of the loss, the numbers behind dropout, sizes."""
+"""Inputs of stages besides the batch: denominators of the loss, the numbers behind random draws, sizes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from autoplan.runtime.agree import AgreedValueError
 from autoplan.runtime.batch import Counts
-from autoplan.runtime.mesh import AxisMesh
+from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.spec import CarriedSpec, ProgramSpec, evaluate_terms
 from autoplan.runtime.stages import Carried
 from autoplan.units import LossUnit
 
 MicroBatch = dict[str, Any]
-"""Name -> tensor: the inputs of every stage. `rng` is None where nothing is dropped."""
+"""Name -> tensor: the inputs of every stage. `rng` is None where nothing is drawn."""
 
 
 class StageInputs:
@@ -43,11 +43,24 @@ class StageInputs:
         self._spec, self._mesh, self._stage, self._device = spec, mesh, stage, device
         self._loss_dtype, self._dtype = loss_dtype, dtype
 
-    def count(self, parts: Sequence[MicroBatch]) -> float | torch.Tensor:
-        """Return what this rank's micro-batches add to the denominators of the loss."""
+    def count(
+        self, parts: Sequence[MicroBatch], num_batches: int, seed: int, step: int, data_rank: int
+    ) -> float | torch.Tensor:
+        """Return what this rank's micro-batches add to the denominators of the loss.
+
+        Args:
+            num_batches, seed, step, data_rank: as for `generators`.
+        """
         if self._spec.loss_count is LossUnit.NONE or not parts:
             return 0
-        counted: torch.Tensor = functools.reduce(operator.add, (self._stage.count(**part) for part in parts))
+        given: Sequence[MicroBatch] = [{}] * len(parts)
+        if self._spec.draws_counts:  # before ranks have told their numbers of samples: `denominators` compares them
+            samples = [sum(map(_num_samples, parts))] * self._mesh.size("dp")
+            generators = self.generators(parts, num_batches, seed, step, samples, data_rank)
+            given = [{"rng": generator} for generator in generators]
+        with use_mesh(self._mesh):
+            counts = (self._stage.count(**part, **more) for part, more in zip(parts, given, strict=True))
+            counted: torch.Tensor = functools.reduce(operator.add, counts)
         return counted
 
     def denominators(self, counts: Counts) -> dict[str, torch.Tensor]:
@@ -57,10 +70,12 @@ class StageInputs:
             AgreedValueError: (on all ranks) no label is valid, or the loss is also a mean over the samples of a
                 micro-batch, or the program divides by their number, and ranks have different numbers of samples.
         """
-        if (self._spec.loss_share or self._spec.equal_samples) and not counts.equal:
+        unequal = self._spec.loss_share or self._spec.equal_samples or self._spec.draws_counts
+        if unequal and not counts.equal:
             why = "the loss is a mean" if self._spec.loss_share else f"{self._spec.model} computes means"
+            why += " over drawn elements" if self._spec.draws_counts else " over samples"
             raise AgreedValueError(
-                f"{why} over samples, and the {self._mesh.size('dp')} data-parallel ranks have different numbers of "
+                f"{why}, and the {self._mesh.size('dp')} data-parallel ranks have different numbers of "
                 "samples; give each the same number"
             )
         out = {}
@@ -80,14 +95,14 @@ class StageInputs:
         samples: Sequence[int],
         data_rank: int,
     ) -> Sequence[torch.Tensor]:
-        """Return for each micro-batch what dropout is keyed by: seed, step, and the global number of its first sample.
+        """Return for each micro-batch what draws are keyed by: seed, step, and the global number of its first sample.
 
         Samples are numbered batch by batch, within a batch data rank by data rank, of which each has `samples` in all
         `num_batches` batches. One copy to the device for all micro-batches, without synchronisation.
         """
-        size, each = _num_samples(parts[0]), len(parts) // num_batches
+        sizes, each = [_num_samples(part) for part in parts], len(parts) // num_batches
         whole, before = (sum(numbers) // num_batches for numbers in (samples, samples[:data_rank]))
-        firsts = [k // each * whole + before + k % each * size for k in range(len(parts))]
+        firsts = [k // each * whole + before + sum(sizes[k - k % each : k]) for k in range(len(parts))]
         numbers = torch.tensor([[seed, step, first] for first in firsts])
         return numbers.to(self._device, non_blocking=True).unbind()
 

@@ -63,6 +63,7 @@ class StateMethods:
     # since the start or the last load, after which ranks may bring other batches
     _num_own_steps: int
     _num_evaluations: int
+    _num_evaluations_of_step: int
     _clipping: str | None = None  # arguments of the last clipping
     _same_groups: bool = False  # the groups of the optimizer are the same on all ranks
     last_load: TrainingPoint | None = None
@@ -302,7 +303,7 @@ class StateMethods:
             training = self._training(optimizer)
             given = Given(_or_empty(states), _or_empty(data_states), on_other_data_ranks)
             resumed = self._checkpoints.load(training, root_of(folder), given, step, model_only, older)
-        self._num_own_steps = self._num_evaluations = 0
+        self._num_own_steps = self._num_evaluations = self._num_evaluations_of_step = 0
         if resumed is not None:
             self._leave_out_gradients()
             if self.given is not None:

@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _mix(z):
-    """Apply SplitMix64's output function to uint64, as `_mix_` of autoplan.runtime.dropout."""
+    """Apply SplitMix64's output function to uint64, as `mix_` of autoplan.runtime.random_bits."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return z ^ (z >> 31)

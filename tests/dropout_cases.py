@@ -1,6 +1,6 @@
 """Where the elements of a tensor stand, for dropout: over a mesh of 2 dp x 2 tp x 2 cp ranks; and generators."""
 
-from autoplan.runtime.dropout import Factor
+from autoplan.runtime.random_bits import Factor
 
 INDICES: dict[str, tuple[Factor, ...]] = {
     "flat": ((3000, 3000, ()),),

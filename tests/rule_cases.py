@@ -38,6 +38,9 @@ UNARY = [
     same("clone", lambda x: x.clone()),
     same("dropout", None, p=0.4),
     same("dropout", None, "s, b, hidden", p=0.4),
+    same("draw", None, f"const: {X}", "const", distribution="normal", parameters=()),
+    same("draw", None, "const: s, b, hidden", "const", distribution="bernoulli", parameters=(0.4,)),
+    same("draw", None, "int16: b, s", "int", distribution="integers", parameters=(3, Expr.symbol("s"))),
 ]
 
 # the second operand: equal, a vector, a column, a scalar, a constant, an outer dim

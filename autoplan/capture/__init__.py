@@ -1,6 +1,7 @@
 """Capture: an nn.Module and an example batch become a ModelGraph (`export.capture`).
 
 `child`: run a function in a forked process.
+`draws`: every op that draws random numbers, in terms of few distributions.
 `decompose`: ops in terms of others: autoplan's forms, and PyTorch's decompositions.
 `export`: the whole chain, from a module to a graph.
 `frontend`: trace the module by torch.export.

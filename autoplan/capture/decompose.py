@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from autoplan.capture import positions
+from autoplan.capture.draws import drawn_form
 from autoplan.capture.frontend.written_out import attention_of_four_dims, written_attention
 from autoplan.capture.ops import OPS, SKIP
 
@@ -30,6 +31,9 @@ def other_form(target: str, node: fx.Node, traces: Traces) -> fx.GraphModule | N
     Args:
         target: the op that the node is: that without side effect where the node's own changes its argument.
     """
+    drawn = drawn_form(target, node)
+    if drawn is not None:
+        return _once(traces, node, drawn, {}, pre_dispatch=True)
     for found in _OWN.get(target, ()):
         if found.covers(node):
             return _once(traces, node, found.function, {}, pre_dispatch=True)

@@ -1,7 +1,9 @@
 """The graph of a module in evaluation, beside that of its training.
 
 A forward that updates buffers while it trains computes something else in evaluation: batch norm with its running
-statistics, a codebook that stays. So it is captured a second time, as the module is in `eval()`. What its forward
+statistics, a codebook that stays. Of the random numbers that a forward draws some are left in evaluation (the noise of
+an autoencoder) and others are not (paths that are dropped). So it is captured a second time, as the module is in
+`eval()`. What its forward
 writes to buffers even then is left out of that graph: an evaluation changes nothing. Other models get a second graph if
 a comparison of values shows that they need it (`autoplan.verify.evaluation`).
 """
@@ -16,19 +18,20 @@ from torch import nn
 
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import Block, ModelGraph, Node
+from autoplan.ops.record import Trait
 from autoplan.ops.statistics import UPDATE
-from autoplan.ops.table import updated_buffers
+from autoplan.ops.table import op_has, updated_buffers
 
 
 def with_evaluation(model: nn.Module, capture: Callable[[frozenset[str]], ModelGraph]) -> ModelGraph:
-    """Return the graph that `capture` makes, with that of the evaluation if the forward updates buffers.
+    """Return the graph that `capture` makes, with that of the evaluation if the forward updates buffers or draws.
 
     Args:
         capture: captures the model in the mode that it has. It is given the buffers that change although this forward
             may not change them.
     """
     graph = capture(frozenset())
-    return evaluation_beside(model, graph, capture) if updated_by(graph) else graph
+    return evaluation_beside(model, graph, capture) if updated_by(graph) or draws(graph) else graph
 
 
 def evaluation_beside(
@@ -52,6 +55,12 @@ def updated_by(graph: ModelGraph) -> frozenset[str]:
     """Return the buffers that a graph updates, by their names in the model."""
     blocks = {name: updated_buffers(block.nodes, block.buffers) for name, block in graph.blocks.items()}
     return frozenset(call.buffers[x] for call in graph.calls for x in blocks[call.block])
+
+
+def draws(graph: ModelGraph) -> bool:
+    """Return True if the forward draws random numbers, other than for dropout."""
+    ops = {node.op for block in graph.blocks.values() for node in block.nodes}
+    return any(op_has(op, Trait.RANDOM) and not op_has(op, Trait.DROPS) for op in ops)
 
 
 def trains(model: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoplan.capture.child import in_child
+from autoplan.capture.draws import has_generator
 from autoplan.capture.ops import Arguments
 from autoplan.capture.rules import check_rule, disproved, rule_line
 from autoplan.errors import CaptureError
@@ -44,19 +45,32 @@ def is_pointwise(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload) and torch.Tag.pointwise in op.tags and not why_impure(op)
 
 
-def why_impure(op: torch._ops.OpOverload) -> str:
-    """Return why an op is more than a function of its arguments; empty if it is one."""
+def why_impure(op: torch._ops.OpOverload, node: fx.Node | None = None) -> str:
+    """Return why an op is more than a function of its arguments; empty if it is one.
+
+    Args:
+        node: its call, if there is one.
+    """
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return _why_not_drawn(node)
     if op._schema.is_mutable:
         return "changes its argument"
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        return (
-            "draws random numbers, which differ between plans (give what it draws as an input, a tensor with one row "
-            "per sample, or draw it with F.dropout, which is alike in all plans: F.dropout(x.new_ones(x.shape[0], 1), "
-            "p) drops whole samples)"
-        )
     if torch.Tag.data_dependent_output in op.tags:
         return "returns a number that depends on the data"
     return ""
+
+
+def _why_not_drawn(node: fx.Node | None) -> str:
+    if node is not None and has_generator(node):
+        return (
+            "draws from a generator of its own (generator=...), whose numbers would differ between plans: leave the "
+            "generator out, and the numbers are those of parallelize's seed, the same in all plans"
+        )
+    return (
+        "draws random numbers in a way of its own, so they would differ between plans: draw them with torch.rand, "
+        "randn, randint, bernoulli, multinomial or randperm, Tensor.normal_, uniform_ or exponential_ (the same in all "
+        "plans), or give them as an input, a tensor with one row per sample"
+    )
 
 
 def generic(op: torch._ops.OpOverload, node: fx.Node, a: Arguments, size_of: SizeOf, made: dict[object, IrOp]) -> IrOp:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from autoplan.capture.decompose import Traces, decomposed, other_form
+from autoplan.capture.draws import drawn_in_place, has_generator
 from autoplan.capture.frontend.aliases import Aliases
 from autoplan.capture.frontend.buffers import plain_tensors
 from autoplan.capture.frontend.inplace import (
@@ -169,6 +170,9 @@ class Translator:
             return name
         if isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
             raise CaptureError(f"the model makes a constant tensor ({own}) inside torch.vmap; make it outside")
+        for user in (user for user in node.users if has_generator(user)):
+            op = cast(torch._ops.OpOverload, user.target)
+            raise CaptureError(f"{place_in_model(user)}: {op} cannot be captured: it {why_impure(op, user)}")
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             raise CaptureError(f"the model makes a constant tensor ({own}) in its forward; register it as a buffer")
         if value.dim() == 0:
@@ -244,6 +248,8 @@ class Translator:
             self.env[node] = self.env[self._first(node)]
         elif target.startswith("aten.fill_.") and isinstance(self.env.get(self._first(node)), (Window, Painted)):
             self._fill(node)
+        elif isinstance(self._part_of(node), (Assembly, Window)) and (drawn := drawn_in_place(node)) is not None:
+            self._drawn(node, drawn)
         elif target == "aten.copy_.default" and isinstance(self.env.get(self._first(node)), Window):
             value = self._name_of(cast(fx.Node, node.args[1]))
             target_place = self.env[self._first(node)]
@@ -275,6 +281,29 @@ class Translator:
         item = IrOp("full", (), {"scalar": scalar})
         record_fill(written, self._emit(item, (), [like], source_of(node), scope_of(node))[0], source_of(node))
         self.env[node] = written
+
+    def _part_of(self, node: fx.Node) -> object:
+        """Return what the first argument of a node is so far; None without one."""
+        return self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+
+    def _drawn(self, node: fx.Node, target: str) -> None:
+        """Translate random numbers that are written into an allocation, or into a slice of one.
+
+        Args:
+            target: the op that makes them as a new tensor.
+        """
+        written, parts = self.env[self._first(node)], other_form(target, node, self.traces)
+        if isinstance(written, Assembly) and (written.parts or written.name):
+            raise CaptureError(f"{source_of(node)}: random numbers are written over a part that has others already")
+        if isinstance(written, Window) and written.one:
+            raise CaptureError(f"{source_of(node)}: what is written into a slice must have its shape")
+        self._replace(node, cast(fx.GraphModule, parts))
+        name = cast(str, self.env[node])
+        if isinstance(written, Window):
+            record_fill(written, name, source_of(node))
+            self.env[node] = written
+        else:
+            written.name = name
 
     @staticmethod
     def _first(node: fx.Node) -> fx.Node:
@@ -429,9 +458,9 @@ class Translator:
             if parts is not None:
                 self._replace(node, parts)
                 return None
-        impure = why_impure(op)
+        impure = why_impure(op, node)
         if impure:
-            raise CaptureError(f"{target} {impure}, so it cannot be captured")
+            raise CaptureError(f"{target} cannot be captured: it {impure}")
         return generic(op, node, self._arguments(node, op)[0], self._size, self.made)
 
     @staticmethod
@@ -451,6 +480,8 @@ class Translator:
 
     def _refusal(self, target: str, node: fx.Node) -> CaptureError:
         """Return the error that says why an op that changes its argument cannot be captured."""
+        if isinstance(op := node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
+            return CaptureError(f"{target} cannot be captured: it {why_impure(op, node)}")
         if not target.split(".")[1].endswith("_"):
             return CaptureError(f"op {target} is not supported; add its record to autoplan/ops (docs/how_to_add.md)")
         cut = {n.outputs[0]: n.tensor_inputs[0] for n in self.trace.nodes if op_has(n.op, Trait.STOPS_GRADIENT)}

@@ -3,5 +3,6 @@
 `program`: assembles stages, ProgramSpec and ledger.
 `emit`: emits the source text of blocks.
 `check`: type-checks an emitted program.
+`whole_sizes`: local sizes that only some batches make whole.
 `schedules`: the ScheduleSpec of a pipeline schedule.
 """

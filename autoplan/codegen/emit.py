@@ -70,9 +70,9 @@ def _types(value: Value, layout: Layout, ctx: Context) -> str:
 
 
 def _over(op: Op, ctx: Context, site: int) -> str:
-    """Return the axes that an op works over, as arguments of its function; for a dropout, the parts of its output."""
+    """Return the axes that an op works over, as arguments of its function; for what draws, the parts of its output."""
     if op_has(op.node.op, Trait.RANDOM):
-        return _dropout_parts(op, ctx, site)
+        return _drawn_parts(op, ctx, site)
     special = repr(ctx.axis(range(len(ctx.axes)))) if op.strategy.special else ""
     if op_kind(op.node.op) not in _KEYWORDS:
         return special or "".join(repr(axis) for _, axis in op.over)
@@ -83,8 +83,8 @@ def _over(op: Op, ctx: Context, site: int) -> str:
 _KEYWORDS = frozenset((OpKind.ATTENTION, OpKind.EXPERTS))  # their functions take the axes by keyword
 
 
-def _dropout_parts(op: Op, ctx: Context, site: int) -> str:
-    """Return the number of this dropout in its block, and of each factor its local and whole size and its axes."""
+def _drawn_parts(op: Op, ctx: Context, site: int) -> str:
+    """Return the number of this draw in its block, and of each factor its local and whole size and its axes."""
     value, layout = op.values[0], op.strategy.outputs[0]
     local = local_factors(value, layout, ctx.factors, ctx.axes)
     entries = []
@@ -98,7 +98,7 @@ def _dropout_parts(op: Op, ctx: Context, site: int) -> str:
             )
             mark = "'batch'" if size == Expr.symbol("b") else repr(axes)
             entries.append(f"({py(local[i][j])}, {py(size)}, {mark})")
-    return f"self.site + {site}, ({', '.join(entries)},)"
+    return f"self.site + {site}, ({''.join(f'{entry}, ' for entry in entries).rstrip()})"
 
 
 def _num_partial(op: Op, ctx: Context) -> int:
@@ -211,6 +211,7 @@ def block_source(
     shown = ", ".join(calls[:3]) + (f", ... ({len(calls)} calls)" if len(calls) > 3 else "")
     lines += [f'    """{shown}"""', ""]
     lines += [f"    held = {held!r}", ""] * bool(held)
+    lines += ["    site: int = 0", ""] * bool(free and lowered.num_draws)  # a stage gives each its own
     if lowered.params or lowered.buffers:
         lines += _init_lines(lowered, ctx, free)
     return [*lines, *method, *(("", *more) if more else ()), "", ""], needs

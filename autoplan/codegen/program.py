@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -11,13 +13,14 @@ from autoplan.codegen.context_cuts import context_cuts
 from autoplan.codegen.emit import Context, block_source, method_source
 from autoplan.codegen.outputs import FoundOutput, find_output, terms
 from autoplan.codegen.schedules import schedule_spec
+from autoplan.codegen.whole_sizes import whole_sizes
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.precision import executed_precision
 from autoplan.config.recompute import recompute_kind, region_groups
 from autoplan.errors import LayoutError
 from autoplan.files import write_whole
 from autoplan.ir.fresh import FreshNames
-from autoplan.ir.graph import LOSS_SHARE, Block, Call, ModelGraph, Value, denominator, of_the_batch
+from autoplan.ir.graph import LOSS_SHARE, Block, Call, ModelGraph, denominator, of_the_batch
 from autoplan.ir.layout import Axis, Layout, Mesh
 from autoplan.ir.symbols import SYMBOLS, Expr
 from autoplan.ops.batch import batch_obstacle, uses_batch_size
@@ -27,7 +30,7 @@ from autoplan.program.expert_degrees import Spread
 from autoplan.program.lower import BlockLowering, identifier
 from autoplan.program.passes import executed, rewritten
 from autoplan.program.problem import Selection
-from autoplan.program.statements import Collective, LoweredBlock, Op, local_bytes, local_factors, local_shape
+from autoplan.program.statements import Collective, LoweredBlock, local_bytes, local_shape
 from autoplan.runtime.spec import (
     BufferSpec,
     CarriedSpec,
@@ -38,7 +41,6 @@ from autoplan.runtime.spec import (
     SizeBound,
     SizeSource,
     StageSpec,
-    Terms,
     TiedPlace,
     TiedSpec,
 )
@@ -77,16 +79,6 @@ class Program:
             write_whole(folder / name, text)
 
 
-def _made(lowered: LoweredBlock) -> Iterator[tuple[Value, Layout]]:
-    """Yield the inputs and results of a block, each with its layout."""
-    yield from ((given.value, given.layout) for given in lowered.inputs)
-    for statement in lowered.statements:
-        if isinstance(statement, Op):
-            yield from zip(statement.values, statement.strategy.outputs, strict=True)
-        else:
-            yield statement.value, statement.result
-
-
 class _Compiler:
     """Makes a program of a graph.
 
@@ -120,7 +112,6 @@ class _Compiler:
         for call in graph.calls:
             self.layout_of |= zip(call.outputs, self.lowered[call.block].output_layouts, strict=True)
         self.stage_of = {name: i for i, names in enumerate(layouts.stages) for name in names}
-        self.sites = self._sites()
 
     def with_evaluation(self) -> _Compiler:
         """Return this, which makes the evaluation too if it has a graph of its own that fits into the same stages."""
@@ -151,13 +142,16 @@ class _Compiler:
         self.lowered[name] = replace(lowered, buffers=(*lowered.buffers, *more))
         return held | {value.name: attr for attr, value in more}
 
-    def _sites(self) -> dict[str, int]:
-        """Return the first dropout number of every call: a property of the model, the same in every plan."""
-        out, total = {}, 0
-        for call in self.graph.calls:
-            out[call.name] = total
-            total += self.lowered[call.block].num_dropouts
-        return out
+    @functools.cached_property
+    def sites(self) -> dict[str, int]:
+        """The first number of a draw (a dropout is one) of every call that draws: a property of the model, the same in
+        every plan. A call that draws more in evaluation has as many numbers."""
+        most: dict[str, int] = {}
+        for compiler in (self, *((self.evaluation,) if self.evaluation is not None else ())):
+            for call in compiler.graph.calls:
+                most[call.name] = max(most.get(call.name, 0), compiler.lowered[call.block].num_draws)
+        first = itertools.accumulate(most.values(), initial=0)
+        return {name: site for (name, num), site in zip(most.items(), first, strict=False) if num}
 
     def _free_calls(self, stage: int) -> list[Call]:
         """Return the parameter-free calls that this stage needs (recomputed, not received)."""
@@ -205,30 +199,18 @@ class _Compiler:
             loss_share=LOSS_SHARE in self.graph.inputs,
             offload=self.layouts.offload,
             bounds=tuple(SizeBound(symbol, *limits) for symbol, limits in self._bounds()),
-            whole=self._whole(),
+            whole=whole_sizes([self.lowered[call.block] for call in self.graph.calls]),
             outputs=tuple(found.spec for found in self._found(self.calls)),
             input_dtypes=tuple((n, self.graph.values[n].dtype) for n in self.graph.inputs if of_the_batch(n)),
             one_part=batch_obstacle(self.graph) or "",
             equal_samples=uses_batch_size(self.graph),
             no_evaluation=self.no_evaluation,
+            draws_counts=self._draws_counts(),
         )
         if self.evaluation is not None:
             other = replace(self.evaluation.run().spec, inputs=program.inputs, ledger=())
             program = replace(program, evaluation=other)
         return Program(program, sources)
-
-    def _whole(self) -> tuple[Terms, ...]:
-        """Return the local sizes that only some batches and lengths make whole numbers: split factors of b, s and t."""
-        found: dict[str, Expr] = {}
-        for name in dict.fromkeys(call.block for call in self.graph.calls):
-            for value, layout in _made(self.lowered[name]):
-                if value.dims is None or not any(kind.is_shard for kind in layout):
-                    continue
-                for dim in local_factors(value, layout, self.graph.factors, self.layouts.axes):
-                    for size in dim:
-                        if size.symbols and any(c.denominator != 1 for _, c in size.terms):
-                            found[str(size)] = size
-        return tuple(terms(found[k]) for k in sorted(found))
 
     def _found(self, calls: Iterable[str]) -> list[FoundOutput]:
         """Return the statements of these calls that make the results of the model besides the loss."""
@@ -475,10 +457,10 @@ class _Compiler:
         lines = ["class Stage(nn.Module):", f'    """Stage {index}: {", ".join(c.name for c in mine)}."""', ""]
         lines += ["    def __init__(self) -> None:", "        super().__init__()"]
         for call in free:
-            lines.append(f"        self.{identifier(call.name)} = {self.lowered[call.block].class_name}()")
+            lines += self._free_module(identifier(call.name), call, self.lowered[call.block])
         for call, module in more:
             if self.evaluation is not None and module != identifier(call.name):
-                lines.append(f"        self.{module} = {self.evaluation.lowered[call.block].class_name}()")
+                lines += self._free_module(module, call, self.evaluation.lowered[call.block])
         lines.append("        self.blocks = nn.ModuleDict(")
         lines.append("            {")
         for call in mine:
@@ -487,7 +469,7 @@ class _Compiler:
             how = self.layouts.recompute.get(call.name, "none")
             if how != "none":
                 options.append(f"recompute={how!r}")
-            if lowered.num_dropouts:
+            if call.name in self.sites:
                 options.append(f"site={self.sites[call.name]}")
             gathered = self._gathered(call, how)
             if gathered != "again":
@@ -497,6 +479,11 @@ class _Compiler:
         lines += self._run("forward", index, self.graph.inputs, free, mine, needs)
         lines += ["", *self._count(needs)]
         return lines
+
+    def _free_module(self, module: str, call: Call, lowered: LoweredBlock) -> list[str]:
+        """Return the lines that make the module of a parameter-free call."""
+        site = [f"        self.{module}.site = {self.sites[call.name]}"] if lowered.num_draws else []
+        return [f"        self.{module} = {lowered.class_name}()", *site]
 
     def _run(
         self,
@@ -555,6 +542,10 @@ class _Compiler:
         args = [identifier(v) for v in call.inputs] + [f"{n}={n}" for n, yes in needs[call.block].items() if yes]
         return f"{', '.join(identifier(v) for v in call.outputs)} = {target}({', '.join(args)})"
 
+    def _draws_counts(self) -> bool:
+        """Return True if what the loss counts depends on random numbers."""
+        return any(self.lowered[call.block].num_draws for call in self._free_for([]))
+
     def _count(
         self,
         needs: Mapping[str, Mapping[str, bool]],
@@ -568,7 +559,8 @@ class _Compiler:
             inputs: its arguments; by default the inputs of the graph.
         """
         inputs = inputs or [n for n in self.graph.inputs if of_the_batch(n)]
-        lines = [f"    def count({', '.join(['self', '*', *(f'{n}: Tensor' for n in inputs)])}) -> Tensor:"]
+        args = ["self", "*", *(f"{n}: Tensor" for n in inputs), *["rng: Tensor"] * self._draws_counts()]
+        lines = [f"    def count({', '.join(args)}) -> Tensor:"]
         lines.append('        """Number of entries of this micro-batch that the mean of the loss runs over."""')
         counts = [count for count in self.graph.loss_counts if count.what in (LossUnit.TOKENS, LossUnit.TOTAL)]
         if counts:

@@ -2,7 +2,7 @@
 
 `record`: the type of a record, kinds and traits.
 `table`: all records by op, and questions about them.
-`elementwise`, `views`, `products`, `attention`, `norms`, `losses`, `routing`, `making`: records by family.
+`elementwise`, `views`, `products`, `attention`, `norms`, `losses`, `routing`, `making`, `draws`: records by family.
 `arguments`: how arguments of an ATen op become ops of the IR.
 `language`: the one-line rule language of splits.
 `labels`: rules whose labels depend on the arguments of an op.

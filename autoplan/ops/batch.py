@@ -38,17 +38,25 @@ def _result(
     if max(map(len, places)) > 1 or (symbol == "b" and node.attrs.get(OF_THE_WHOLE_BATCH)):
         return None
     op = op_record(node.op)
+    if Trait.RANDOM in op.traits and symbol == "b" and not _numbered_by_sample(block.values[node.outputs[0]], factors):
+        return None
     if symbol in node.attrs.get("over" if op.kind is OpKind.COLLECTIVE else OF_PARTS, ()):
         return None if any(places) else _over_all_parts(op, inputs)
     if Trait.CAST in op.traits and inputs == (P,) and "float" in block.values[node.outputs[0]].dtype:
         return [P]  # a term of the loss: each part is rounded
     if symbol == "s" and counts_tokens(node, block):
         return [p[0] for p in places]
-    if symbol == "s" and not _of_a_sequence(node, op, inputs):
+    if symbol == "s" and not _of_a_sequence(node, op, inputs, places):
         return None
     if symbol == "s" and op.kind is OpKind.ATTENTION:
         return [p[0] for p in places]
     return _split(node, block, factors, inputs, places)
+
+
+def _numbered_by_sample(value: Value, factors: Mapping[str, Expr]) -> bool:
+    """Return True if a rank knows the sample of each of its elements: the batch is a factor of its own, or absent."""
+    sizes = [factors[name] for dim in value.dims or () for name in dim]
+    return all(size == Expr.symbol("b") for size in sizes if "b" in size.symbols)
 
 
 def counts_tokens(node: Node, block: Block) -> bool:
@@ -70,14 +78,14 @@ def _over_all_parts(op: OpRecord, inputs: tuple[AxisType, ...]) -> list[AxisType
     return [after] if inputs == (before,) else None
 
 
-def _of_a_sequence(node: Node, op: OpRecord, inputs: tuple[AxisType, ...]) -> bool:
+def _of_a_sequence(node: Node, op: OpRecord, inputs: tuple[AxisType, ...], places: list[list[AxisType]]) -> bool:
     """Return False for ops that need the whole sequence.
 
-    These are dropout, whose mask depends on the place in the sequence, and attention unless queries, keys and values
+    These are what draws by the place in the sequence, as dropout does, and attention unless queries, keys and values
     are all cut (its runtime, autoplan.runtime.context, sees the keys of all parts); then it has no mask.
     """
     if op.kind is not OpKind.ATTENTION:
-        return not (Trait.RANDOM in op.traits and node.attrs["p"])
+        return Trait.RANDOM not in op.traits or not any(places) or node.attrs.get("p") == 0
     beside = [each for name, each in (("documents", shard(1, 0)), ("sinks", R)) if node.attrs.get(name)]
     return inputs[3:] == tuple(beside) and set(inputs[:3]) == {shard(2, 0)}
 

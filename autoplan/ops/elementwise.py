@@ -79,8 +79,7 @@ def _gelu_text(t: OpText) -> str:
 
 # -- dropout -----------------------------------------------------------------------------------------------------------
 
-# int64 numbers that a block of the mask needs at a time on the CPU (runtime/dropout.py)
-_DROPOUT_BLOCK = 1 << 18
+_RANDOM_BLOCK = 1 << 18  # elements that are drawn at a time on the CPU (runtime/random_bits.py)
 
 
 def _dropout(a: Args) -> IrResult:
@@ -102,8 +101,13 @@ def _dropout_workspace(f: OpFacts) -> tuple[int, ...]:
         return (0, 0)
     x = f.inputs[0]
     # the mask while it is drawn; then the mask and the scaled input
-    both = x.num_elements + max(3 * 8 * min(x.num_elements, _DROPOUT_BLOCK), x.num_bytes)
+    both = x.num_elements + max(random_block_bytes(f, 3), x.num_bytes)
     return (both, both)
+
+
+def random_block_bytes(f: OpFacts, num_tensors: int) -> int:
+    """Return the bytes of tensors of int64 for the elements of the first input that are drawn at a time on the CPU."""
+    return num_tensors * 8 * min(f.inputs[0].num_elements, _RANDOM_BLOCK)
 
 
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "gt": ">", "le": "<=", "ge": ">="}
@@ -235,6 +239,6 @@ RECORDS = (
         lambda t: f"dropout({t.args[0]}, {t.attrs['p']}, rng, {t.over})",
         default("dropout", _dropout),
         variable="dropped",
-        has=(FOLLOWS, POINTWISE, IN_CORE, Trait.RANDOM, Trait.RUNS_ON_DEVICE),
+        has=(FOLLOWS, POINTWISE, IN_CORE, Trait.RANDOM, Trait.DROPS, Trait.RUNS_ON_DEVICE),
     ),
 )

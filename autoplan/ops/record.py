@@ -103,6 +103,7 @@ class Trait(Enum):
     TAKES_DTYPE = auto()  # its dtype attribute is the dtype of its output
     STOPS_GRADIENT = auto()
     RANDOM = auto()  # draws numbers by its place in the program and the element's place in the whole tensor
+    DROPS = auto()  # zeroes elements with the probability `p`, by such numbers
     CHOOSES = auto()  # marks or counts the choices of a router
     DIVIDES = auto()  # divides its first operand by its second
     SCALES = auto()  # multiplies by a number

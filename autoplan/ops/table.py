@@ -12,6 +12,7 @@ from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops import (
     attention,
     convolutions,
+    draws,
     elementwise,
     experts,
     fourier,
@@ -42,6 +43,7 @@ _FAMILIES = (
     routing,
     experts,
     making,
+    draws,
     convolutions,
     recurrent,
     scans,

@@ -9,11 +9,13 @@ import torch
 
 from autoplan.codegen.emit import Context, op_text
 from autoplan.cost_models.work import OpWork
+from autoplan.errors import RuleError
 from autoplan.ir.graph import Block, Node
 from autoplan.ops.products import adds_bias
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy, strategies
 from autoplan.ops.table import op_has, op_kind, op_record
+from autoplan.ops.text import OpText
 from autoplan.profiler.ops import MeasureTask, compiled
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.statements import LoweredBlock, Op
@@ -23,7 +25,10 @@ def _text(op: Op, work: OpWork, ctx: Context) -> str:
     """Return the emitted text in x0, x1, ...; a special form is measured as the plain op on its local shape."""
     if op_has(op.node.op, Trait.RANDOM):  # the same arithmetic, without asking the mesh for this rank's part
         index = "".join(f"({size}, {size}, ()), " for size in work.inputs[0].shape)
-        return f"dropout(x0, {op.node.attrs['p']}, rng, 0, ({index}))"
+        emit = op_record(op.node.op).emit
+        if emit is None:
+            raise RuleError(f"op {op.node.op!r} draws random numbers, and its record has no text")
+        return emit(OpText(("x0",), op.node.attrs, (), (), ctx.whole, f"0, ({index})"))
     if op.strategy.special is not None:
         plain = tuple(replace(c, special=None, factor=None) for c in op.strategy.choices)
         op = replace(op, strategy=replace(op.strategy, choices=plain))

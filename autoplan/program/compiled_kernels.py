@@ -53,14 +53,14 @@ def compiled_rule(f: OpFacts, spread: bool) -> SavedRule | None:
         return replace(known, extra=_vocab_embedding_extra)
     if kind is OpKind.EXPERTS and not spread and not f.special and f.inputs[0].dtype == _IN_GRAPH:
         return replace(known, keeps=keeps("x2<0,2,3,4").keeps, extra=_experts_extra)
-    if op_has(f.op, Trait.RANDOM) and f.device_type == "cpu":
+    if op_has(f.op, Trait.DROPS) and f.device_type == "cpu":
         return replace(known, extra=_dropout_extra)
     return None
 
 
 def fused(f: OpFacts) -> bool:
     """Return True if a kernel of the compiler may take an operation in, with its neighbours."""
-    if f.device_type != "cpu" and op_has(f.op, Trait.RANDOM):
+    if f.device_type != "cpu" and op_has(f.op, Trait.DROPS):
         return False
     return op_kind(f.op) in _FUSED or (op_kind(f.op) is OpKind.LOSS and f.device_type == "cpu")
 

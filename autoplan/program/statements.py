@@ -150,7 +150,7 @@ class LoweredBlock:
     statements: tuple[Statement, ...]
     outputs: tuple[str, ...]
     output_layouts: tuple[Layout, ...]
-    num_dropouts: int
+    num_draws: int
 
     def elements(self, value: Value, layout: Layout) -> Expr:
         """Return the number of elements of a value on one rank."""

@@ -137,7 +137,7 @@ class QuickMemory:
         for block in r.graph.blocks.values():
             for node in block.nodes:
                 op = op_record(node.op)
-                same = Trait.RANDOM in op.traits and not node.attrs["p"]
+                same = Trait.DROPS in op.traits and not node.attrs["p"]
                 if Trait.CAST in op.traits:
                     before, after = (block.values[n] for n in (node.tensor_inputs[0], node.outputs[0]))
                     same = op_costs.dtype(before) == op_costs.dtype(after)

@@ -80,7 +80,7 @@ def _without_dropout(graph: ModelGraph) -> ModelGraph:
     """Return a graph whose dropouts keep everything, as they do in a program that evaluates."""
 
     def kept(node: Node) -> Node:
-        return replace(node, attrs={**node.attrs, "p": 0.0}) if op_has(node.op, Trait.RANDOM) else node
+        return replace(node, attrs={**node.attrs, "p": 0.0}) if op_has(node.op, Trait.DROPS) else node
 
     def block(of: Block) -> Block:
         return replace(of, nodes=tuple(map(kept, of.nodes)))

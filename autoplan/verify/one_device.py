@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from autoplan.program.statements import LoweredBlock
 from autoplan.runtime.params import buffer_owner
 from autoplan.runtime.program import load_module, unwritten_folder
 from autoplan.units import LossUnit
+from autoplan.verify.drawn import known_draw
 from autoplan.verify.wide import thinned
 
 _STAGE = "stage0.py"
@@ -72,7 +74,7 @@ def compile_one_device(graph: ModelGraph) -> OneDevice:
 
 def _without_dropout(block: Block) -> Block:
     def other(node: Node) -> Node:
-        if not op_has(node.op, Trait.RANDOM):
+        if not op_has(node.op, Trait.DROPS):
             return node
         return replace(node, op="mul_scalar", attrs={"scalar": thinned(float(node.attrs["p"]))})
 
@@ -80,9 +82,12 @@ def _without_dropout(block: Block) -> Block:
 
 
 def load_stage(text: str) -> nn.Module:
-    """Load the stage of an emitted text; its parameters have no memory yet."""
+    """Load the stage of an emitted text; its parameters have no memory yet. It draws the numbers that a module draws
+    in a comparison (`autoplan.verify.drawn`)."""
+    module = load_module(unwritten_folder() / _STAGE, MODULE, text)
+    vars(module)["draw"] = known_draw
     with torch.device("meta"):
-        stage: nn.Module = load_module(unwritten_folder() / _STAGE, MODULE, text).Stage()
+        stage: nn.Module = module.Stage()
         return stage
 
 
@@ -102,10 +107,12 @@ def run_one_device(
 ) -> torch.Tensor:
     """Return the loss of one micro-batch that is the whole batch."""
     count: Callable[..., torch.Tensor] = stage.count  # type: ignore[assignment]  # a method of every emitted stage
-    number = count(**batch) if graph.loss_count is not LossUnit.NONE else torch.ones(())
+    rng = torch.zeros(3, dtype=torch.int64)  # of no use: see `load_stage`
+    draws = {"rng": rng} if "rng" in inspect.signature(count).parameters else {}
+    number = count(**batch, **draws) if graph.loss_count is not LossUnit.NONE else torch.ones(())
     every = zip(range(len(graph.loss_counts)), number.to(dtype).reshape(-1), strict=True)
     inputs: dict[str, Any] = {**batch, **{denominator(i): value for i, value in every}}
     if LOSS_SHARE in graph.inputs:
         inputs[LOSS_SHARE] = torch.ones((), dtype=dtype)
-    loss: torch.Tensor = stage(**inputs, rng=torch.zeros(3, dtype=torch.int64))
+    loss: torch.Tensor = stage(**inputs, rng=rng)
     return loss

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoplan.capture.frontend.written_out import written_attention
+from autoplan.verify.drawn import known_draws
 
 WIDE = torch.float64
 _READ_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # of a C descriptor
@@ -148,6 +149,9 @@ def wide_batch(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def wide(shown: torch.dtype) -> Iterator[None]:
-    """Compute in float64 with dropout as a fixed factor and gradients on; random number generators are restored."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), Wide(shown):
+    """Compute in float64 with gradients on, dropout as a fixed factor and other random numbers that are known.
+
+    Random number generators are restored.
+    """
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), known_draws(), Wide(shown):
         yield

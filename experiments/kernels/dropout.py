@@ -21,8 +21,9 @@ import torch.distributed as dist
 import typer
 from rich.table import Table
 
-from autoplan.runtime.dropout import Factor, dropout
+from autoplan.runtime.dropout import dropout
 from autoplan.runtime.mesh import AxisMesh, use_mesh
+from autoplan.runtime.random_bits import Factor
 from experiments.shared.measure import (
     compare,
     describe,

@@ -159,7 +159,8 @@ def _materialised(
 def _counted(spec: ProgramSpec, stage: Any, batch: Mapping[str, torch.Tensor]) -> list[float]:
     if spec.loss_count is LossUnit.NONE:
         return [1.0]
-    found: torch.Tensor = stage.count(**{n: batch[n] for n in spec.inputs})
+    drawn = {"rng": torch.tensor([0, 0, 0])} if spec.draws_counts else {}
+    found: torch.Tensor = stage.count(**{n: batch[n] for n in spec.inputs}, **drawn)
     return [float(x) for x in found.reshape(-1)]
 
 

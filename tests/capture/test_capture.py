@@ -176,12 +176,13 @@ class DataDependent(ScaledBlock):
 
 class Random(ScaledBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x + torch.rand_like(x))  # type: ignore[no-any-return]
+        return self.linear(x + torch.poisson(x.exp()))  # type: ignore[no-any-return]
 
 
 class Several(ScaledBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * torch.bernoulli(x.sigmoid()) + torch.rand_like(x)  # type: ignore[no-any-return]
+        out: torch.Tensor = self.linear(x) * torch.poisson(x.exp()) + torch._standard_gamma(x.exp())
+        return out
 
 
 class Lifted(ScaledBlock):
@@ -194,9 +195,12 @@ class Lifted(ScaledBlock):
     ("block", "message"),
     [
         (DataDependent, r"DataDependent|test_capture\.py:\d+"),
-        (Random, r"test_capture\.py:\d+: aten\.rand_like\.default draws random numbers.*F\.dropout"),
+        (
+            Random,
+            r"test_capture\.py:\d+: aten\.poisson\.default .* draws random numbers.*torch\.rand",
+        ),
         (Lifted, r"a constant tensor of 8,192 elements .* register it as a buffer"),
-        (Several, r"(?s)2 operations cannot be captured:.*aten\.bernoulli.*aten\.rand_like"),
+        (Several, r"(?s)2 operations cannot be captured:.*aten\.poisson.*aten\._standard_gamma"),
     ],
 )
 def test_what_cannot_be_captured_is_named(block: type, message: str) -> None:

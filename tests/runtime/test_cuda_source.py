@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from dropout_cases import GENERATORS, INDICES
 
-from autoplan.runtime import cuda_source, dropout, fused, private
+from autoplan.runtime import cuda_source, dropout, fused, private, random_bits
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -200,8 +200,8 @@ def test_nvrtc_compiles_it_without_a_toolkit(
 def test_the_plain_generator_is_the_tensors_one(mesh: AxisMesh) -> None:
     """The trial's own arithmetic, in Python's integers."""
     rng = torch.tensor([2**62 + 11, 7, 0])
-    index: tuple[dropout.Factor, ...] = ((500, 500, ()),)
-    state, start = dropout._stream(rng, 3), dropout._start(rng, mesh, index)
+    index: tuple[random_bits.Factor, ...] = ((500, 500, ()),)
+    state, start = random_bits.stream_state(rng, 3), random_bits.first_position(rng, mesh, index)
     kept = dropout._mask(state, start, index, 0.25)
     drawn = [cuda_source._drawn((2**62 + 11, 7), 3, i) < dropout._kept_below(0.25) for i in range(500)]
     assert kept.tolist() == drawn and 300 < sum(drawn) < 450

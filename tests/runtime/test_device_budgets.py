@@ -30,6 +30,7 @@ from autoplan.runtime import convert, fused, program
 from autoplan.runtime.attention import attention
 from autoplan.runtime.context import context_part, to_heads, to_sequence
 from autoplan.runtime.convert import I, R
+from autoplan.runtime.draws import draw
 from autoplan.runtime.dropout import dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
 from autoplan.runtime.experts import experts
@@ -84,6 +85,12 @@ def _dropout() -> Made:
     index = ((4, 4, "batch"), (TOKENS // 4, TOKENS // 4, ()), (HIDDEN, 2 * HIDDEN, ("tp",)))
     x = on_meta(TOKENS, HIDDEN)
     return lambda x: dropout(x, 0.1, rng, 3, index), [x], x.numel()
+
+
+def _draw(x: torch.Tensor) -> torch.Tensor:
+    rng = on_meta(3, dtype=torch.int64, grad=False)
+    index = ((4, 4, "batch"), (TOKENS // 4, TOKENS // 4, ()), (HIDDEN, 2 * HIDDEN, ("tp",)))
+    return draw(x, "normal", (), rng, 3, index)
 
 
 CLASSES = 1 << 12
@@ -209,6 +216,8 @@ OPERATIONS: dict[str, tuple[Callable[[], Made], Budget]] = {
     "attention, grouped, masked": (_attention(2, True), Budget(4, 12.3, 1, 21, device="cpu")),
     # float32: rows of tokens, read by products, and the rows between these; the sum over choices; weights
     "experts": (_experts, Budget(21, 47.6, 25, 106.2, device="cpu")),
+    # int64 of two streams, mixed by some ten kernels each, and float32; nothing of it is one kernel yet
+    "draw": (_without_gradient(_draw), Budget(118, 714, 0, 0)),
     # of bf16: the value is read, the copy written
     "update of a buffer": (_without_gradient(_update), Budget(1, 4, 0, 0)),
     "extreme of ranks": (

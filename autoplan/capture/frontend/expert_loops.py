@@ -438,7 +438,7 @@ def _results(
                     lambda size: not any(size % prime == 0 for prime in primes),
                 )
             )
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         out = torch.func.functional_call(module, copies, args, kwargs)
     results = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     trained = [v for v in copies.values() if v.requires_grad]

@@ -402,22 +402,21 @@ def out_of_place(target: str, node: fx.Node, aliases: Aliases) -> str | None:
         return None
     if not aliases.is_used_up(changed, node):
         return None
-    return _same_arguments(name[:-1], cast(torch._ops.OpOverload, node.target))
+    return same_arguments(name[:-1], cast(torch._ops.OpOverload, node.target))
 
 
-def _same_arguments(name: str, op: torch._ops.OpOverload) -> str | None:
+def same_arguments(name: str, op: torch._ops.OpOverload) -> str | None:
     """Return the overload of `aten.name` that takes what `op` takes; None if there is none.
 
     Mostly it has the same name, but that of pow_.Scalar is pow.Tensor_Scalar: in pow.Scalar the base is a number.
     """
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return None
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
     named = op._overloadname
-    for overload in sorted(packet.overloads(), key=lambda overload: overload != named):
-        if [(a.name, str(a.type)) for a in getattr(packet, overload)._schema.arguments] == wanted:
-            return f"aten.{name}.{overload}"
+    for given in (name, f"{name}_functional"):  # normal_ is normal_functional: the arguments of normal are others
+        packet = getattr(torch.ops.aten, given, None)
+        for overload in sorted(packet.overloads() if packet else (), key=lambda overload: overload != named):
+            if [(a.name, str(a.type)) for a in getattr(packet, overload)._schema.arguments] == wanted:
+                return f"aten.{given}.{overload}"
     return None
 
 

@@ -114,7 +114,7 @@ def _check(cls: Any, apply: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 def _same_numbers() -> Iterator[None]:
     """Draw the same random numbers each time, and leave the generator of the caller as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         yield
 
 
@@ -150,11 +150,11 @@ def _gradients(args: Sequence[Any], function: Any) -> list[torch.Tensor]:
     """Return results and gradients of all floating inputs for a fixed random gradient of the results."""
     given = [x.clone().requires_grad_() if _is_floating(x) else x for x in args]
     trained = [x for x in given if _is_floating(x)]
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     results = function(*(x * 1 if _is_floating(x) else x for x in given))
     outs = [y for y in (results if isinstance(results, tuple) else (results,)) if isinstance(y, torch.Tensor)]
     with_gradient = [y for y in outs if y.requires_grad]
-    torch.manual_seed(2)
+    torch.default_generator.manual_seed(2)
     total = sum(((y.double() * torch.rand(y.shape, dtype=torch.float64)).sum() for y in with_gradient), torch.zeros(()))
     if not with_gradient:
         return [y.detach().double() for y in outs]

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -71,13 +72,13 @@ def state_refused(model: nn.Module, counters: Counters) -> Iterator[None]:
         CaptureError: names the tensors that the forward computes with and then replaces, or the generator that it draws
             from.
     """
-    generators = _generators()
+    generators = _generators(model)
     # here already: torch.export warns of what is still there after the forward
     with attributes_restored(model):
         before, buffers = held_tensors(model), {n for n, _ in model.named_buffers(remove_duplicate=False)}
         counters.start()
         reads = _Reads(before.values())
-        with reads:
+        with reads, _unseeded(model):
             yield
         after = held_tensors(model)
         counters.end(before, after)
@@ -91,7 +92,7 @@ def state_refused(model: nn.Module, counters: Counters) -> Iterator[None]:
             "the split; make it a registered buffer of fixed shape and dtype, compute it outside the model, or leave "
             "the change out (model.eval() where that ends it)"
         )
-    drawn = next((name for name, state in _generators().items() if state != generators[name]), None)
+    drawn = next((name for name, state in _generators(model).items() if state != generators[name]), None)
     if drawn is not None:
         raise CaptureError(
             f"the forward of {type(model).__name__} draws random numbers with {drawn}, and the program would have the "
@@ -109,10 +110,41 @@ def _stored(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     return True
 
 
-def _generators() -> dict[str, Any]:
-    """Return the states of the generators that torch does not know, by name, as values that can be compared.
+def _unseeded(model: nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which `torch.manual_seed` raises CaptureError.
+
+    A forward that calls it draws the same in every step, and a program would draw anew.
+    """
+
+    def refuse(seed: int) -> None:
+        raise CaptureError(
+            f"the forward of {type(model).__name__} seeds torch's generator (torch.manual_seed({seed})), to draw the "
+            "same in every step, and the program would draw anew: draw the tensor once and register it as a buffer"
+        )
+
+    return patch.object(torch, "manual_seed", refuse)
+
+
+def _generators(model: nn.Module) -> dict[str, Any]:
+    """Return the states of the generators that torch does not know, by name, as values that can be compared: the global
+    ones, and those that are attributes of modules.
 
     A forward that seeds them itself (BigBird) draws the same every time, and leaves what the rehearsal before it left.
     """
-    _, words, *rest = np.random.get_state(legacy=True)
-    return {"Python's random": random.getstate(), "numpy.random": (words.tobytes(), *rest)}  # type: ignore[union-attr]
+    found: dict[str, Any] = {"Python's random": random.getstate(), "numpy.random": repr(_words(np.random.get_state()))}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            full = repr(f"{path}.{name}".lstrip("."))
+            if isinstance(value, random.Random):
+                found[full] = value.getstate()
+            elif isinstance(value, np.random.RandomState):
+                found[full] = repr(_words(value.get_state()))
+            elif isinstance(value, np.random.Generator):
+                found[full] = repr(_words(value.bit_generator.state))
+    return found
+
+
+def _words(state: Any) -> list[Any]:
+    """Return the state of a generator of numpy with its words as bytes: as text an array is shortened."""
+    values = state.values() if isinstance(state, dict) else state
+    return [x.tobytes() if isinstance(x, np.ndarray) else x for x in values]

@@ -56,11 +56,11 @@ def asked_of_first(trace: Trace, index: int, needed: Set[str]) -> set[str]:
     return {theirs for mine, theirs in zip(repeat.outputs, leaving, strict=True) if mine in needed}
 
 
-_NOT_PURE = (Trait.RANDOM, Trait.SUMS_RANKS, Trait.EXTREME_OF_RANKS)
+_NOT_PURE = (Trait.DROPS, Trait.SUMS_RANKS, Trait.EXTREME_OF_RANKS)
 
 
 def pure_values(trace: Trace) -> set[str]:
-    """Return the values that depend on inputs, sizes, and buffers that the forward does not change."""
+    """Return the values that depend on inputs, sizes, draws, and buffers that the forward does not change."""
     pure = set(trace.inputs) | (set(trace.buffers) - trace.updated_buffers())
     for kind, index in trace.order:
         if kind == "node":
