@@ -59,13 +59,14 @@ class ConfigFile:
 
     Attributes:
         values: what the file says, by path.
-        says: the choices of ParallelConfig and RunOptions, the precision, mode, seq_len and global_batch_size that the
-            file decides, by name. What it leaves to the target has the target's default.
+        says: the choices of ParallelConfig and RunOptions, the precision, mode, seq_len, global_batch_size and adapters
+            that the file decides, by name. What it leaves to the target has the target's default.
         like: the stack that runs it, NAME@YY.MM.
         open: choices that the file does not decide: name -> where they are decided.
         not_read: fields of the target that the file has and that were not used, though they may change time or memory,
             and values that are not known. Not those that an export of the same setup writes as well.
         idle: other values of the file: fields that change neither time nor memory, and defaults.
+        foreign: names that the file has and that are no fields of the target as far as autoplan knows it.
         faults: what the target itself would refuse, with the nearest that works.
         warnings: what it takes, but is seldom meant.
     """
@@ -81,6 +82,7 @@ class ConfigFile:
     faults: tuple[str, ...]
     warnings: tuple[str, ...]
     idle: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
 
 
 def read_config(
@@ -184,7 +186,27 @@ def _with_rest(out: ConfigFile, target: Target, document: Document, given: Mappi
     left = {**{name: document.values[name] for name in unused}, **document.unknown}
     idle = tuple(name for name, value in left.items() if _is_idle(target, name, value))
     listed = (name if name in unused else f"{name} = {value}" for name, value in left.items() if name not in idle)
-    return replace(out, not_read=tuple(listed), idle=idle)
+    return replace(out, not_read=tuple(listed), idle=idle, foreign=_foreign(target, document))
+
+
+# Paths of a script that are no arguments of the target
+_OF_SCRIPT = ("env.", "launch.", "own.", "$")
+
+
+def _foreign(target: Target, document: Document) -> tuple[str, ...]:
+    """Return the names of a file that are no fields of the target, and were not read for something else.
+
+    A section of which no field is known is one name, `section.*`.
+    """
+    schema = target.schema
+    out: dict[str, None] = {}
+    for name in {**document.values, **document.unknown}:
+        if name.startswith(_OF_SCRIPT) or not schema.is_foreign(name) or _seen(name, document.seen):
+            continue
+        first = name.partition(".")[0]
+        shown = f"{first}.*" if "." in name and not schema.is_section(first) else name
+        out[shown] = None
+    return tuple(out)
 
 
 def _is_idle(target: Target, name: str, value: Any) -> bool:
@@ -198,7 +220,8 @@ def _check_known(vague: Mapping[str, str], given: Mapping[str, Any], path: str) 
     needed: dict[str, str] = {}  # what is not known -> the first choice that it decides
     for name in ESSENTIAL:
         if name in vague and vague[name] not in told:
-            needed.setdefault(vague[name], name)
+            first = next(each for each in vague if vague[each] == vague[name] and each in ESSENTIAL)
+            needed.setdefault(vague[name], first)
     if needed:
         flags = " ".join(f"--{name.replace('_', '-')}" for name in needed.values())
         said = "; ".join(needed)

@@ -493,7 +493,9 @@ class _Reader:
                 return self._expanded(default.strip("\"'"))
             return f"${name}" if known is None else known
 
-        out = _VARIABLE.sub(value, text)
+        out, before = _VARIABLE.sub(value, text), text
+        while out != before and "${" in out:  # a default that had a variable in braces
+            out, before = _VARIABLE.sub(value, out), out
         return _ARITHMETIC.sub(lambda found: _sum(found["sum"], found[0], self._known), out)
 
 

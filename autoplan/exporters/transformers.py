@@ -9,7 +9,7 @@ from __future__ import annotations
 from autoplan.config.parallel import Mode
 from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
-from autoplan.exporters import accelerate, trl
+from autoplan.exporters import accelerate, trainer_kinds, trl
 from autoplan.exporters.accelerate import ACCELERATE, engine
 from autoplan.exporters.deepspeed import DEEPSPEED, read_overlap, read_zero, read_zero_offload, write_zero
 from autoplan.exporters.launching import processes, srun
@@ -226,6 +226,8 @@ TRANSFORMERS = Target(
         Field(("precision",), _write_precision, _read_precision),
         Field(("mode",), _write_mode, _read_mode),
         derived(trl.read_length, "seq_len"),
+        derived(trainer_kinds.read_own_length, "seq_len"),
+        derived(trainer_kinds.read_own_adapters, "adapters"),
         derived(trl.read_attention, "attention"),
     ),
     marks=("per_device_train_batch_size", "gradient_checkpointing", "activation_checkpointing", "fsdp", "output_dir"),
@@ -262,6 +264,7 @@ TRANSFORMERS = Target(
         *(TargetRule(broken) for broken in (_one_precision, _one_engine, _taken_by_deepspeed, processes)),
         *map(_of_accelerate, ACCELERATE.rules),
         *trl.RULES,
+        *trainer_kinds.OWN_RULES,
         TargetRule(of_scripts, warns=True),
     ),
 )
