@@ -96,7 +96,7 @@ def test_degrees_of_megatron_deepspeed(tmp_path: Path) -> None:
     says = read(tmp_path, "run.sh", MEGATRON_DEEPSPEED, "mixtral-8x7b").says
     assert (says["cp"], says["context_method"], says["dp"], says["zero_stage"]) == (4, "ulysses", 4, 1)
     assert (says["ep"], says["etp"], says["offload"]) == (2, 1, ("optimizer",))
-    with pytest.raises(PinError, match="deepspeed_config=gone.json is not found; nearest: its path"):
+    with pytest.raises(PinError, match=r"deepspeed_config=gone\.json is not found; nearest: its path"):
         read(tmp_path, "run.sh", MEGATRON_DEEPSPEED.replace("ds.json", "gone.json"))
     told = MEGATRON_DEEPSPEED.replace("ds.json", "gone.json --zero-stage 2")
     assert read(tmp_path, "run.sh", told).says["zero_stage"] == 2

@@ -58,7 +58,8 @@ NPROC_PER_NODE=8 swift sft --model Qwen/Qwen3-8B --tuner_type lora --lora_rank 1
 """
 MEGATRON = """
 megatron sft --model Qwen/Qwen3-8B --load_from_cache_file true --tensor_model_parallel_size 2 \\
-    --sequence_parallel true --max_length 4096 --packing true --micro_batch_size 2 --global_batch_size 64 --recompute_granularity none
+    --sequence_parallel true --max_length 4096 --packing true --micro_batch_size 2 \\
+    --global_batch_size 64 --recompute_granularity none
 """
 CHAT = """
 deepspeed main.py --per_device_train_batch_size 4 --max_seq_len 512 --gradient_accumulation_steps 2 \\
