@@ -20,7 +20,8 @@ from itertools import count
 from autoplan.errors import PinError
 
 _ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?::?-(?P<default>[^{}]*))?\}|(?P<plain>\w+))")
+_DEFAULT = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # with variables in braces, and their defaults
+_VARIABLE = re.compile(rf"\$(?:\{{(?P<braced>\w+)(?::?-(?P<default>{_DEFAULT}))?\}}|(?P<plain>\w+))")
 _LIST = re.compile(r"\$(?:\{(?P<name>\w+)(?:\[[@*]\])?(?::?-[^{}]*)?\}|(?P<plain>\w+|@|\*))")
 _ARITHMETIC = re.compile(r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _COMMAND = re.compile(r"\$\((?!\()[^()]*(?:\([^()]*\)[^()]*)*\)|`[^`\n]*`")
@@ -493,9 +494,7 @@ class _Reader:
                 return self._expanded(default.strip("\"'"))
             return f"${name}" if known is None else known
 
-        out, before = _VARIABLE.sub(value, text), text
-        while out != before and "${" in out:  # a default that had a variable in braces
-            out, before = _VARIABLE.sub(value, out), out
+        out = _VARIABLE.sub(value, text)
         return _ARITHMETIC.sub(lambda found: _sum(found["sum"], found[0], self._known), out)
 
 
