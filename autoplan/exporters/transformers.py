@@ -189,6 +189,14 @@ def _taken_by_deepspeed(document: Document, found: Values) -> str | None:
     return "; ".join(faults) or None
 
 
+def _no_engine(document: Document, found: Values) -> str | None:
+    """A file that names no engine, and nobody says how it is launched: accelerate's configuration may name one."""
+    told = document.has("launch.by") or document.has(trainer_kinds.NAME) or _launched(document) is not None
+    if told or document.has("deepspeed") or _strategies(document) or found["zero_stage"] or found.get("dp", 1) == 1:
+        return None
+    return "no engine is named: DistributedDataParallel, unless accelerate launch is told another (give --zero-stage)"
+
+
 def _of_accelerate(rule: TargetRule) -> TargetRule:
     """Return a rule of accelerate's file for the one that accelerate launch takes."""
 
@@ -266,5 +274,6 @@ TRANSFORMERS = Target(
         *trl.RULES,
         *trainer_kinds.OWN_RULES,
         TargetRule(of_scripts, warns=True),
+        TargetRule(_no_engine, warns=True),
     ),
 )
