@@ -39,7 +39,7 @@ class FlagsYaml:
             if section != self.flags or not name.startswith("--") or value in (None, False):
                 continue
             flag = name.removeprefix("--").replace("-", "_")
-            words = [literal_value(word) for word in value.split()] if isinstance(value, str) else [value]
+            words = [literal_value(word) for word in value.strip("[]").split()] if isinstance(value, str) else [value]
             several = flag in entries and "list" in entries[flag].kinds and isinstance(value, str)
             known = "$" not in str(value)
             out[flag if known else f"{UNKNOWN}{flag}"] = words if several else words[0] if len(words) == 1 else value

@@ -148,6 +148,8 @@ def _kernels(at: At, member: Callable[[str], Any]) -> tuple[Field, ...]:
 
     def read_attention(document: Document, found: Values) -> Values:
         given = str(document.get(at("attention_backend")) or "auto").rpartition(".")[2]
+        if given == "auto" and document.get(at("use_flash_attn")):  # the option before attention_backend
+            return {"attention": "flash2"}
         if given in ("auto", "local"):
             return {}
         meaning = {word: name for name, word in attention.items()}
@@ -423,6 +425,13 @@ def _graphs_without_full(document: Document, found: Values) -> str | None:
     return f"{CANNOT['launch']} (cuda_graph_impl); nearest: without cuda_graph_impl"
 
 
+def _whole_offload(document: Document, found: Values) -> str | None:
+    share = document.get("optimizer_offload_fraction")
+    if not document.get("optimizer_cpu_offload") or share is None or not 0 < float(share) < 1:
+        return None
+    return f"optimizer_offload_fraction={share}: the whole optimizer is priced on the host"
+
+
 def _loss_is_own(document: Document, found: Values) -> str | None:
     """Megatron-LM refuses Transformer Engine's loss since 3 June 2026 (megatron/training/arguments.py)."""
     if found.get("fused_loss") is not FusedLoss.ONLINE or document.year < _OWN_LOSS:
@@ -490,6 +499,7 @@ MEGATRON_LM = Target(
     rules=(
         *(*MEGATRON_RULES, TargetRule(_offload_is_aware), TargetRule(_loss_is_own)),
         TargetRule(sequences_need_tp("sequence_parallel", "it is off"), warns=True),
+        TargetRule(_whole_offload, warns=True),
         *OWN_RULES,
     ),
 )

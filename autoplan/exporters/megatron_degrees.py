@@ -30,7 +30,12 @@ def zero_field(at: At, checkpoint: str) -> Field:
         copies = document.count(at("num_distributed_optimizer_instances"))
         if document.has(at("zero_stage")) or document.has(at(DEEPSPEED_CONFIG)):  # of Megatron-DeepSpeed
             return {"zero_stage": _stage_of_deepspeed(at, document), "zero_replicas": copies}
-        if document.get(at("use_megatron_fsdp")):
+        if document.get(at("use_torch_fsdp2")):  # fully_shard, over all of dp
+            return {
+                "zero_stage": 2 if document.get(at("torch_fsdp2_no_reshard_after_forward")) else 3,
+                "zero_replicas": 1,
+            }
+        if document.get(at("use_megatron_fsdp")) or document.get(at("use_custom_fsdp")):  # its name until July 2025
             stages = {word: stage for stage, word in _STRATEGIES.items()}
             strategy = document.get(at("data_parallel_sharding_strategy")) or "optim_grads_params"
             if strategy not in stages:

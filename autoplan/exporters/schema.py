@@ -37,7 +37,7 @@ _OTHER_SECTIONS = frozenset(
 )
 _OTHER_NAMES = tuple(
     # the model's sizes and functions
-    "*hidden_size num_*heads *num_layers *hidden_layers num_query_groups group_query_attention kv_channels head_dim "
+    "*hidden_size num_*heads num_layers *hidden_layers num_query_groups group_query_attention kv_channels head_dim "
     "*intermediate_size *ffn_size *ffn_hidden_size *max_position_embeddings position_embedding* rope_* *rotary* "
     "*rope swiglu squared_relu *activation hidden_act normalization *norm_eps* *norm_epsilon layernorm* *layernorm "
     "*layernorm_1p disable_bias_linear *bias *init_std *init_method* initializer_range *tie*embeddings* "

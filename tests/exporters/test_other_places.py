@@ -25,7 +25,7 @@ MODEL_ARGS:
   --hidden-size: 7168
   --num-attention-heads: 32
   --recompute-granularity: selective
-  --recompute-modules: core_attn mlp
+  --recompute-modules: "[core_attn mlp]"
   --lr: 3.9e-6
   --finetune: false
   --bf16: true
@@ -100,3 +100,32 @@ def test_degrees_of_megatron_deepspeed(tmp_path: Path) -> None:
         read(tmp_path, "run.sh", MEGATRON_DEEPSPEED.replace("ds.json", "gone.json"))
     told = MEGATRON_DEEPSPEED.replace("ds.json", "gone.json --zero-stage 2")
     assert read(tmp_path, "run.sh", told).says["zero_stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        ("--use-torch-fsdp2", "zero_stage", 3),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", "zero_stage", 2),
+        ("--use-custom-fsdp --data-parallel-sharding-strategy optim_grads", "zero_stage", 2),
+        ("--use-flash-attn", "attention", "flash2"),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 0", "recompute", (0,)),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout \"'Et*15|t*17,L'\"", "stages", (15, 17)),
+    ],
+)
+def test_flags_that_were_read_as_something_else(tmp_path: Path, flags: str, name: str, value: Any) -> None:
+    command = (
+        "torchrun pretrain_gpt.py --tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 64 --bf16"
+    )
+    assert read(tmp_path, "run.sh", f"{command} {flags}\n").says[name] == value
+
+
+def test_parts_of_a_setting_that_are_priced_whole_are_said(tmp_path: Path) -> None:
+    text = FLAGS + "  --optimizer-cpu-offload: true\n  --optimizer-offload-fraction: 0.2\n"
+    text += "  --use-precision-aware-optimizer: true\n"
+    found = read(tmp_path, "model_config.yaml", text)
+    assert "optimizer_offload_fraction=0.2: the whole optimizer is priced on the host" in found.warnings
+    groups = FLAGS.replace("selective", "full").replace(
+        '--recompute-modules: "[core_attn mlp]"', "--recompute-num-layers: 4"
+    )
+    assert read(tmp_path, "model_config.yaml", groups).not_read == ("recompute_num_layers",)
