@@ -218,9 +218,10 @@ def _check_known(vague: Mapping[str, str], given: Mapping[str, Any], path: str) 
     """Raise PinError if a file takes choices without which it is another configuration from elsewhere."""
     told = {vague[name] for name in vague if given.get(name) is not None}
     needed: dict[str, str] = {}  # what is not known -> the first choice that it decides
-    for name in ESSENTIAL:
+    essential = (*ESSENTIAL, "adapters")
+    for name in essential:
         if name in vague and vague[name] not in told:
-            first = next(each for each in vague if vague[each] == vague[name] and each in ESSENTIAL)
+            first = next(each for each in vague if vague[each] == vague[name] and each in essential)
             needed.setdefault(vague[name], first)
     if needed:
         flags = " ".join(f"--{name.replace('_', '-')}" for name in needed.values())

@@ -57,9 +57,19 @@ class AdapterNames:
         if unknown is not None:
             return {f"{UNKNOWN}{ADAPTERS}": f"{unknown}={values[f'{UNKNOWN}{unknown}']}"}
         said = self.said(values)
+        if said is not None and not _is_read(said):  # a pattern of names
+            return {f"{UNKNOWN}{ADAPTERS}": f"{self.targets[0]}={values.get(self.targets[0])}"}
         for name in names if said is not None else ():
             values.pop(name, None)
         return {} if said is None else {ADAPTERS: said}
+
+
+def _is_read(adapters: str) -> bool:
+    try:
+        read_adapters(adapters)
+    except PinError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -161,7 +171,7 @@ def _axolotl(values: Values) -> Values:
     if narrow == "bf16" and values.get("bf16") not in (True, "true", "auto", "full"):
         narrow = "no"
     wide = bool(values.get("fp8"))
-    out: dict[str, Any] = {"bf16": narrow == "bf16" and not wide, "fp16": narrow == "fp16" and not wide}
+    out: dict[str, Any] = {"bf16": narrow == "bf16" and not wide, "fp16": narrow == "fp16" and not wide, "debug": None}
     if values.get("gradient_checkpointing") in ("offload", "offload_disk"):
         out["gradient_checkpointing"] = True
     if values.get("deepspeed"):
@@ -323,8 +333,6 @@ def read_own_length(document: Document, found: Values) -> Values:
 def read_own_adapters(document: Document, found: Values) -> Values:
     """Return the adapters, where the trainer has fields for them."""
     given = document.get(ADAPTERS)
-    if ADAPTERS in document.unknown:
-        raise PinError(f"adapters {document.unknown[ADAPTERS]} are not known; give --adapters", ("adapters",))
     return {} if given is None else {"adapters": str(read_adapters(given))}
 
 

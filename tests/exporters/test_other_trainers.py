@@ -101,6 +101,9 @@ def test_axolotl_is_what_it_tells_accelerate(tmp_path: Path) -> None:
         tmp_path, "zero.yml", "base_model: m\nsequence_len: 512\ndeepspeed: deepspeed_configs/zero3_bf16.json\n"
     )
     assert (zero.like.partition("@")[0], zero.says["zero_stage"], zero.says["micro_batch_size"]) == ("deepspeed", 3, 1)
+    pattern = AXOLOTL.replace("lora_target_linear: true", "lora_target_modules: 'layers.[0-9]+.(up|down)_proj'")
+    with pytest.raises(PinError, match=r"adapters=lora_target_modules=layers.*; give --adapters"):
+        read(tmp_path, "pattern.yml", pattern)
     with pytest.raises(PinError, match="rl=dpo of axolotl is more than a step"):
         read(tmp_path, "dpo.yml", AXOLOTL + "rl: dpo\n")
 
