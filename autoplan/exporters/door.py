@@ -189,6 +189,7 @@ def _with_rest(out: ConfigFile, target: Target, document: Document, given: Mappi
     return replace(out, not_read=tuple(listed), idle=idle, foreign=_foreign(target, document))
 
 
+_NOTHING: tuple[Any, ...] = (None, "", "none", "null", "None", [], {})  # values that leave a field out
 # Paths of a script that are no arguments of the target
 _OF_SCRIPT = ("env.", "launch.", "own.", "$")
 
@@ -200,8 +201,13 @@ def _foreign(target: Target, document: Document) -> tuple[str, ...]:
     """
     schema = target.schema
     out: dict[str, None] = {}
-    for name in {**document.values, **document.unknown}:
-        if name.startswith(_OF_SCRIPT) or not schema.is_foreign(name) or _seen(name, document.seen):
+    for name, value in {**document.values, **document.unknown}.items():
+        if (
+            value in _NOTHING
+            or name.startswith(_OF_SCRIPT)
+            or not schema.is_foreign(name)
+            or _seen(name, document.seen)
+        ):
             continue
         first = name.partition(".")[0]
         shown = f"{first}.*" if "." in name and not schema.is_section(first) else name

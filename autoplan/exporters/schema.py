@@ -37,25 +37,26 @@ _OTHER_SECTIONS = frozenset(
 )
 _OTHER_NAMES = tuple(
     # the model's sizes and functions
-    "*hidden_size num_*heads num_layers *hidden_layers num_query_groups group_query_attention kv_channels head_dim "
-    "*intermediate_size *ffn_size *ffn_hidden_size *max_position_embeddings position_embedding* rope_* *rotary* "
-    "*rope swiglu squared_relu *activation hidden_act normalization *norm_eps* *norm_epsilon layernorm* *layernorm "
-    "*layernorm_1p disable_bias_linear *bias *init_std *init_method* initializer_range *tie*embeddings* "
-    "share_embeddings* q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale* mtp_loss* "
-    "*_dropout *dropout_rate *vocab* *token_id "
+    "*hidden_size num_*heads num_layers *coder_num_layers *hidden_layers num_query_groups group_query_attention "
+    "kv_channels head_dim *intermediate_size *ffn_size *ffn_hidden_size *max_position_embeddings "
+    "position_embedding* rope_* *rotary* *rope swiglu squared_relu *activation hidden_act normalization *norm_eps* "
+    "*norm_epsilon layernorm* *layernorm *layernorm_1p disable_bias_linear *bias *init_std *init_method* "
+    "initializer_range *tie*embeddings* share_embeddings* q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
+    "v_head_dim mscale* mtp_loss* *_dropout *dropout_rate *vocab* *token_id "
     # the optimizer's numbers, the length of the run, seeds
     "lr lr_* *_lr *learning_rate* *lr_decay* *warmup* *weight_decay* *adam_* adam *betas beta1 beta2 eps clip_grad* "
     "*grad_norm* gradient_clip* train_iters train_samples train_tokens train_steps *epoch* max_steps steps *seed* "
     "exit_* max_time max_duration *loss_scale* *hysteresis *scale_window override_opt_* consumed_* reset_iteration "
     # data, logs, checkpoints, evaluation
-    "*data_path* *dataset* *data_args* data_* *_data split splits* *tokenizer* merge_file *workers* *num_proc* "
-    "dataloader_* shuffle* *shuffle *template *_file *_dir *_path *log* *wandb* *tensorboard* *metric* *profil* "
-    "*_name name version run_* *description* *comment* *project* *eval* *valid* *test_* save* *_save* *ckpt* load "
-    "load_* *_load no_save* no_load* *checkpoint_interval *checkpoint_dir *checkpointing_steps *checkpoint_format "
-    "finetune *resume* *push_to_hub* hub_* *restore* *trust_remote* *timeout* *timing* *timers* master_* *_port "
-    "*_host* *verbose* *_url *token_ids eod_* reset_position_ids reset_attention_mask manual_gc* gc_* *nan* "
-    "use_checkpoint_args dist_ckpt* mock_* make_vocab* seq_length_dec report_to enable_goodput* monitor_* cache_dir "
-    "*stopping*".split()
+    "*data_path* *dataset* *data_args* data_path* data_impl data_cache* data_root* data_dir* *_data split splits* "
+    "*tokenizer* merge_file *workers* *num_proc* dataloader_* shuffle* *shuffle *template *_file *_dir *_path log "
+    "log_* *_log *_logs logs *logging* *logger* *wandb* *tensorboard* *metric* *profil* *_name name version run_* "
+    "*description* *comment* project project_* *_project *project_name *eval* *valid* *test_* save* *_save* *ckpt* "
+    "load load_* *_load no_save* no_load* *checkpoint_interval *checkpoint_dir *checkpointing_steps "
+    "*checkpoint_format finetune *resume* *push_to_hub* hub_* *restore* *trust_remote* *timeout* *timing* *timers* "
+    "master_* *_port *_host* *verbose* *_url *token_ids eod_* reset_position_ids reset_attention_mask manual_gc* "
+    "gc_* *nan* use_checkpoint_args dist_ckpt* mock_* make_vocab* seq_length_dec report_to enable_goodput* "
+    "monitor_* cache_dir *stopping*".split()
 )
 
 

@@ -59,7 +59,8 @@ class AdapterNames:
         said = self.said(values)
         if said is not None and not _is_read(said):  # a pattern of names
             return {f"{UNKNOWN}{ADAPTERS}": f"{self.targets[0]}={values.get(self.targets[0])}"}
-        for name in names if said is not None else ():
+        whole = values.get(self.kind) in (None, False, "", "full")  # all weights are trained
+        for name in names if said is not None else names[:1] if whole else ():
             values.pop(name, None)
         return {} if said is None else {ADAPTERS: said}
 
@@ -174,6 +175,8 @@ def _axolotl(values: Values) -> Values:
     out: dict[str, Any] = {"bf16": narrow == "bf16" and not wide, "fp16": narrow == "fp16" and not wide, "debug": None}
     if values.get("gradient_checkpointing") in ("offload", "offload_disk"):
         out["gradient_checkpointing"] = True
+    if values.get("flash_attention"):  # before attn_implementation
+        out |= {"flash_attention": None, "attn_implementation": "flash_attention_2"}
     if values.get("deepspeed"):
         return out
     of_fsdp = [path for path in values if path.startswith("fsdp_config.")]
