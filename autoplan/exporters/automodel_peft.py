@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from autoplan.config.adapters import ALL_LINEAR, Adapters
+from typing import Any
+
+from autoplan.config.adapters import ALL_LINEAR, Adapters, read_adapters
 from autoplan.errors import PinError
 from autoplan.exporters.record import Document, Values
+from autoplan.exporters.setup import Setup
 
 _EVERY = ("*", "*_proj", "*proj")  # all linear layers of the models whose projections are called so
 _USUAL_RANK = 8
+
+
+def write_peft(setup: Setup) -> Values:
+    """Return the section `peft`; nothing for layers that only PEFT chooses."""
+    if setup.adapters is None:
+        return {}
+    adapters = read_adapters(setup.adapters)
+    if not adapters.targets:
+        return {}
+    out: dict[str, Any] = {
+        "peft._target_": "nemo_automodel.components._peft.lora.PeftConfig",
+        "peft.dim": adapters.rank,
+    }
+    if adapters.targets == (ALL_LINEAR,):
+        out["peft.match_all_linear"] = True
+    else:
+        out["peft.target_modules"] = [f"*.{name}" for name in adapters.targets]
+    return out | ({"quantization.load_in_4bit": True} if adapters.packed else {})
 
 
 def read_peft(document: Document, found: Values) -> Values:

@@ -420,7 +420,6 @@ def export_setup(setup: Setup, to: str, file: str = "") -> Export:
         raise PinError(f"{path}: a file of {label} ends in {syntax.suffix}, by which it is found; nearest: {near}")
     text = syntax.write(written, (), setup)
     elsewhere, lost, runs = _differences(setup, target, version, text, path)
-    elsewhere += setup.left
     if setup.task.num_mtp and not any(path.endswith(MTP_SETTING) for path in written):
         elsewhere.append((f"mtp={setup.task.num_mtp}", "the model"))
     essential = [name for name in ESSENTIAL if name in lost]
@@ -474,6 +473,8 @@ def _differences(
             lost[name] += f", which autoplan plan --pin recompute={runs[name]} prices"
     set_there = {n: where for n, where in left.items() if n not in lost and wanted[n] != _DEFAULTS.get(n)}
     elsewhere = [(f"{n}={_said(wanted[n])}", where) for n, where in set_there.items()]
+    told = {f"{name}={value}" for name, value in read.says.items()}
+    elsewhere += [(said, where) for said, where in setup.left if said not in told]
     return elsewhere, lost, runs
 
 

@@ -97,8 +97,8 @@ class Setup:
     """A configuration and its run.
 
     Attributes:
-        left: settings that no target's file holds (adapters, the length of target sequences), each as `name=value` with
-            the place where the user sets it.
+        left: settings that most files do not hold (adapters, the length of target sequences), each as `name=value`
+            with the place where the user sets it.
     """
 
     task: Task
@@ -118,6 +118,11 @@ class Setup:
         known = ((name, getattr(request, name), place) for name, place in said)
         left = tuple((f"{name}={value}", place) for name, value, place in known if value is not None)
         return cls(Task.of(request), config, *run, left)
+
+    @property
+    def adapters(self) -> str | None:
+        """The adapters as autoplan writes them; None if all weights are trained."""
+        return next((said.partition("=")[2] for said, _ in self.left if said.startswith("adapters=")), None)
 
     @property
     def num_chunks(self) -> int:
