@@ -164,3 +164,8 @@ def test_a_degree_that_a_branch_decides_is_asked_for(tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(PinError, match=r"tensor_parallel_degree=degrees\(tp\) \(line 10\); .*give .*--tp "):
         read_config(path, graph=graph_of("llama-3.1-8b"), cluster=CLUSTER)
+
+
+def test_an_object_within_a_list_is_shown_by_its_expression() -> None:
+    found = body("c.train.devices = 1 if d.cuda is None else [d.cuda]", "def g(d):\n    pass\n")
+    assert "ConfigObject" not in str(found) and "d.cuda" in str(found["?train.devices"])
