@@ -184,6 +184,11 @@ class State:
         held = tuple(map(dict, frames))
         return cls(held, {each: (each.unknown, dict(each.fields)) for each in objects_in(held)})
 
+    @property
+    def size(self) -> int:
+        """The number of names and fields, which merging two states goes through."""
+        return sum(map(len, self.frames)) + sum(len(fields) for _, fields in self.objects.values())
+
     def restore(self, frames: Iterable[dict[str, Any]]) -> None:
         """Set the objects and the frames to this state."""
         for each, (unknown, fields) in self.objects.items():
