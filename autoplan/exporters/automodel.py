@@ -12,6 +12,7 @@ from autoplan.config.parallel import Attention, Launch, Mode
 from autoplan.config.precision import GRADIENTS_16
 from autoplan.config.recompute import FULL, NONE, SELECTIVE
 from autoplan.errors import PinError
+from autoplan.exporters.automodel_peft import read_peft, write_peft
 from autoplan.exporters.launching import srun
 from autoplan.exporters.record import (
     Document,
@@ -538,6 +539,7 @@ AUTOMODEL = Target(
         derived(micro_batches, "num_micro_batches"),
         Field(("schedule", "virtual_stages", "stages"), _write_stages, _read_stages),
         Field(("seq_len",), _write_length, _read_length),
+        Field(("adapters",), write_peft, read_peft),
         Field(
             ("recompute",),
             lambda s: {_D + "activation_checkpointing": _RECOMPUTE.get(s.any_recompute, True)},

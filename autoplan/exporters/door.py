@@ -59,13 +59,14 @@ class ConfigFile:
 
     Attributes:
         values: what the file says, by path.
-        says: the choices of ParallelConfig and RunOptions, the precision, mode, seq_len and global_batch_size that the
-            file decides, by name. What it leaves to the target has the target's default.
+        says: the choices of ParallelConfig and RunOptions, the precision, mode, seq_len, global_batch_size and adapters
+            that the file decides, by name. What it leaves to the target has the target's default.
         like: the stack that runs it, NAME@YY.MM.
         open: choices that the file does not decide: name -> where they are decided.
         not_read: fields of the target that the file has and that were not used, though they may change time or memory,
             and values that are not known. Not those that an export of the same setup writes as well.
         idle: other values of the file: fields that change neither time nor memory, and defaults.
+        foreign: names that the file has and that are no fields of the target as far as autoplan knows it.
         faults: what the target itself would refuse, with the nearest that works.
         warnings: what it takes, but is seldom meant.
     """
@@ -81,6 +82,7 @@ class ConfigFile:
     faults: tuple[str, ...]
     warnings: tuple[str, ...]
     idle: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
 
 
 def read_config(
@@ -184,7 +186,33 @@ def _with_rest(out: ConfigFile, target: Target, document: Document, given: Mappi
     left = {**{name: document.values[name] for name in unused}, **document.unknown}
     idle = tuple(name for name, value in left.items() if _is_idle(target, name, value))
     listed = (name if name in unused else f"{name} = {value}" for name, value in left.items() if name not in idle)
-    return replace(out, not_read=tuple(listed), idle=idle)
+    return replace(out, not_read=tuple(listed), idle=idle, foreign=_foreign(target, document))
+
+
+_NOTHING: tuple[Any, ...] = (None, "", "none", "null", "None", [], {})  # values that leave a field out
+# Paths of a script that are no arguments of the target
+_OF_SCRIPT = ("env.", "launch.", "own.", "$")
+
+
+def _foreign(target: Target, document: Document) -> tuple[str, ...]:
+    """Return the names of a file that are no fields of the target, and were not read for something else.
+
+    A section of which no field is known is one name, `section.*`.
+    """
+    schema = target.schema
+    out: dict[str, None] = {}
+    for name, value in {**document.values, **document.unknown}.items():
+        if (
+            value in _NOTHING
+            or name.startswith(_OF_SCRIPT)
+            or not schema.is_foreign(name)
+            or _seen(name, document.seen)
+        ):
+            continue
+        first = name.partition(".")[0]
+        shown = f"{first}.*" if "." in name and not schema.is_section(first) else name
+        out[shown] = None
+    return tuple(out)
 
 
 def _is_idle(target: Target, name: str, value: Any) -> bool:
@@ -196,9 +224,11 @@ def _check_known(vague: Mapping[str, str], given: Mapping[str, Any], path: str) 
     """Raise PinError if a file takes choices without which it is another configuration from elsewhere."""
     told = {vague[name] for name in vague if given.get(name) is not None}
     needed: dict[str, str] = {}  # what is not known -> the first choice that it decides
-    for name in ESSENTIAL:
+    essential = (*ESSENTIAL, "adapters")
+    for name in essential:
         if name in vague and vague[name] not in told:
-            needed.setdefault(vague[name], name)
+            first = next(each for each in vague if vague[each] == vague[name] and each in essential)
+            needed.setdefault(vague[name], first)
     if needed:
         flags = " ".join(f"--{name.replace('_', '-')}" for name in needed.values())
         said = "; ".join(needed)
@@ -390,7 +420,6 @@ def export_setup(setup: Setup, to: str, file: str = "") -> Export:
         raise PinError(f"{path}: a file of {label} ends in {syntax.suffix}, by which it is found; nearest: {near}")
     text = syntax.write(written, (), setup)
     elsewhere, lost, runs = _differences(setup, target, version, text, path)
-    elsewhere += setup.left
     if setup.task.num_mtp and not any(path.endswith(MTP_SETTING) for path in written):
         elsewhere.append((f"mtp={setup.task.num_mtp}", "the model"))
     essential = [name for name in ESSENTIAL if name in lost]
@@ -444,6 +473,8 @@ def _differences(
             lost[name] += f", which autoplan plan --pin recompute={runs[name]} prices"
     set_there = {n: where for n, where in left.items() if n not in lost and wanted[n] != _DEFAULTS.get(n)}
     elsewhere = [(f"{n}={_said(wanted[n])}", where) for n, where in set_there.items()]
+    told = {f"{name}={value}" for name, value in read.says.items()}
+    elsewhere += [(said, where) for said, where in setup.left if said not in told]
     return elsewhere, lost, runs
 
 

@@ -10,6 +10,7 @@ from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
 from autoplan.config.parallel import Attention
 from autoplan.config.recompute import FULL, NONE, OFFLOAD, SELECTIVE
 from autoplan.errors import PinError
+from autoplan.exporters.arguments import NamedValues
 from autoplan.exporters.launching import per_node
 from autoplan.exporters.predicting import MTP_RULE, mtp_field
 from autoplan.exporters.record import (
@@ -24,10 +25,13 @@ from autoplan.exporters.record import (
     micro_batches,
     near_multiples,
     near_parts,
+    of_model,
 )
-from autoplan.exporters.setup import Setup
+from autoplan.exporters.setup import Setup, Task
 from autoplan.exporters.syntax import Yaml
 from autoplan.stacks.records import year_of
+
+_GOOGLE = "Google"  # the vendor of TPUs
 
 # From the innermost axis out: what talks most stays inside a node.
 AXES = ("tensor", "context", "context_usp_ulysses", "expert", "fsdp", "data", "pipeline")
@@ -60,9 +64,22 @@ def tiers(sizes: Mapping[str, int], devices_per_node: int) -> dict[str, tuple[in
     return out
 
 
+def _inside_and_between(task: Task, slices: int = -1) -> tuple[int, int]:
+    """Return how many devices ici axes join, and how many such groups dcn axes: nodes of GPUs, slices of TPUs.
+
+    Args:
+        slices: their number; -1: as few as possible.
+    """
+    hardware, devices = task.hardware, task.num_devices
+    if hardware is None or hardware.vendor != _GOOGLE or not devices:
+        return task.devices_per_node, task.num_nodes
+    number = slices if slices > 0 else -(-devices // hardware.scaleup.size)
+    return (devices // number, number) if devices % number == 0 else (task.devices_per_node, task.num_nodes)
+
+
 def _write_axes(setup: Setup) -> Values:
     out: dict[str, Any] = {}
-    for axis, (inside, between) in tiers(sizes_of(setup), max(1, setup.task.devices_per_node)).items():
+    for axis, (inside, between) in tiers(sizes_of(setup), max(1, _inside_and_between(setup.task)[0])).items():
         out |= {f"ici_{axis}_parallelism": inside, f"dcn_{axis}_parallelism": between}
     if setup.config.zero_stage == 1:
         out["shard_optimizer_over_data"] = True
@@ -72,8 +89,7 @@ def _write_axes(setup: Setup) -> Values:
 def _read_axes(document: Document, found: Values) -> Values:
     names = (*AXES, "tensor_sequence", "fsdp_transpose")
     ends = {axis: [document.count(f"{tier}_{axis}_parallelism", 1, (-1,)) for tier in ("ici", "dcn")] for axis in names}
-    nodes, inside = document.task.num_nodes, document.task.devices_per_node
-    for tier, total in ((0, inside), (1, nodes)):
+    for tier, total in enumerate(_inside_and_between(document.task, document.count("num_slices", -1))):
         _fill(ends, tier, total)
     if any(-1 in pair for pair in ends.values()):
         return {axis: math.prod(ends[name]) for axis, name in (("tp", "tensor"), ("pp", "pipeline"))}
@@ -302,8 +318,30 @@ def _micro_batches(document: Document, found: Values) -> str | None:
     return f"num_pipeline_microbatches={number} is not a multiple of the {pp} pipeline stages; nearest: {near}"
 
 
+_BASE, _FILE = "base_config", "config_file"
+
+
+def _with_file(values: Values) -> dict[str, Any]:
+    """Return the values with those of the file that they stand over, where that is not MaxText's own base.yml."""
+    out = dict(values)
+    if str(out.get(_BASE, "base.yml")).rpartition("/")[2] != "base.yml":
+        out[_FILE] = out.pop(_BASE)
+    read = {path.removeprefix(f"{_FILE}."): path for path in values if path.startswith(f"{_FILE}.")}
+    if read:
+        del out[_FILE]
+    for name, path in read.items():
+        out.setdefault(name, out.pop(path))
+    return out
+
+
+def _is_found(document: Document, found: Values) -> Values:
+    if document.has(_FILE):
+        raise PinError(f"{_BASE}={document.get(_FILE)!r} names a file that is not found; nearest: its path from here")
+    return {}
+
+
 def _on_tpu(setup: Setup) -> bool:
-    return setup.task.hardware is not None and setup.task.hardware.vendor == "Google"
+    return setup.task.hardware is not None and setup.task.hardware.vendor == _GOOGLE
 
 
 def _launch(setup: Setup, file: str, year: float) -> list[str]:
@@ -315,13 +353,16 @@ def _launch(setup: Setup, file: str, year: float) -> list[str]:
     return per_node(setup, f"{found if nodes > 1 else ''}{train}")
 
 
+_MARKS = (*(f"{tier}_{axis}_parallelism" for tier in ("ici", "dcn") for axis in AXES), _BASE, "remat_policy")
+
 MAXTEXT = Target(
     name="maxtext",
     about="YAML values over MaxText's base.yml, with axes inside nodes (ici) and between them (dcn)",
     stack="maxtext",
     files=((0.0, Yaml()),),
     fields=(
-        constant("base_config", "base.yml"),
+        constant(_BASE, "base.yml"),
+        derived(_is_found),
         constant("hardware", "gpu", lambda s: not _on_tpu(s)),
         Field(("tp", "pp", "cp", "ep", "etp", "dp", "zero_stage", "zero_replicas"), _write_axes, _read_axes),
         Field(
@@ -343,7 +384,11 @@ MAXTEXT = Target(
         constant("packing", False, lambda s: not _on_tpu(s)),
         mtp_field(),
     ),
-    marks=(*(f"{tier}_{axis}_parallelism" for tier in ("ici", "dcn") for axis in AXES), "base_config", "remat_policy"),
+    marks=_MARKS,
+    also=(NamedValues("maxtext", r"(?i)maxtext[\w./]*\btrain", _BASE),),
+    marks_also=_MARKS,
+    named_files=(_FILE,),
+    renamed=_with_file,
     launch=_launch,
     cannot={
         "zero_stage": "parameters are sharded over fsdp (3), or only the optimizer over data (1)",
@@ -360,6 +405,9 @@ MAXTEXT = Target(
     },
     rules=(
         *(TargetRule(rule) for rule in (_world, _layers, _micro_batches, _of_tpus, _packed)),
+        of_model("decoder_layers", "base_num_decoder_layers"),
+        of_model("hidden_size", "base_emb_dim"),
+        of_model("num_heads", "base_num_query_heads"),
         *(TargetRule(_former_policy, warns=True), MTP_RULE),
     ),
 )

@@ -9,13 +9,21 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
 from autoplan.config.kernels import FusedLoss
-from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode
+from autoplan.config.parallel import Attention, Launch, Mode
 from autoplan.config.precision import read_precision
 from autoplan.config.recompute import outside_graphs
 from autoplan.errors import PinError
+from autoplan.exporters.arguments import FlagsYaml
 from autoplan.exporters.launching import processes, srun
+from autoplan.exporters.megatron_degrees import (
+    DEEPSPEED_CONFIG,
+    EXPERT_TP,
+    context_degree,
+    context_field,
+    experts_field,
+    zero_field,
+)
 from autoplan.exporters.megatron_stages import At, read_stages, recompute_reader, write_recompute, write_stages
 from autoplan.exporters.predicting import MTP_RULE, mtp_field
 from autoplan.exporters.record import (
@@ -27,6 +35,7 @@ from autoplan.exporters.record import (
     data_parallel,
     derived,
     micro_batches,
+    of_model,
     precision_word,
     renamed,
     run_number,
@@ -34,8 +43,14 @@ from autoplan.exporters.record import (
 )
 from autoplan.exporters.scripts import Flags
 from autoplan.exporters.setup import Setup
+from autoplan.exporters.trainer_kinds import (
+    MEGATRON_KINDS,
+    OWN_RULES,
+    own_arguments,
+    read_own_adapters,
+    read_own_length,
+)
 
-_ETP = "expert_tensor_parallel_size"
 _BLACKWELL = 10.0  # compute capability
 
 # -- the other fields --------------------------------------------------------------------------------------------------
@@ -44,98 +59,6 @@ _FUSED_ACCUMULATION = 2022.14  # --no-gradient-accumulation-fusion: merged on 22
 _OWN_LOSS = 2026.42
 # cross_entropy_fusion_impl
 _LOSSES = {FusedLoss.COMPILED: "native", FusedLoss.ONLINE: "te"}
-_STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params", 0: "no_shard"}
-
-
-def _zero(at: At, checkpoint: str) -> Field:
-    def write(setup: Setup) -> Values:
-        stage, copies = setup.config.zero_stage, setup.config.zero_replicas
-        out: dict[str, Any] = {at("use_distributed_optimizer"): True} if stage else {}
-        if stage >= 2:
-            out |= {at("use_megatron_fsdp"): True, at("data_parallel_sharding_strategy"): _STRATEGIES[stage]}
-            out[at(checkpoint)] = "fsdp_dtensor"  # the only format that Megatron-FSDP takes
-        return out | ({at("num_distributed_optimizer_instances"): copies} if copies > 1 and stage else {})
-
-    def read(document: Document, found: Values) -> Values:
-        copies = document.count(at("num_distributed_optimizer_instances"))
-        if document.has(at("zero_stage")):  # of Megatron-DeepSpeed
-            return {"zero_stage": document.count(at("zero_stage"), 0), "zero_replicas": copies}
-        if document.get(at("use_megatron_fsdp")):
-            stages = {word: stage for stage, word in _STRATEGIES.items()}
-            strategy = document.get(at("data_parallel_sharding_strategy")) or "optim_grads_params"
-            if strategy not in stages:
-                raise PinError(f"data_parallel_sharding_strategy={strategy!r} is not known; use {', '.join(stages)}")
-            return {"zero_stage": stages[strategy], "zero_replicas": copies}
-        return {"zero_stage": int(bool(document.get(at("use_distributed_optimizer")))), "zero_replicas": copies}
-
-    return Field(("zero_stage", "zero_replicas"), write, read)
-
-
-def _context(at: At) -> Field:
-    types = {RING: "p2p", ULYSSES: "a2a", GATHER: "all_gather"}
-
-    def write(setup: Setup) -> Values:
-        name = setup.context_method
-        if name is None:
-            return {}
-        method = read_method(name, setup.config.cp)
-        if method.is_product:
-            sizes = [method.ulysses, method.ranks]
-            if not method.is_ring:
-                return {}
-            return {at("cp_comm_type"): "a2a+p2p", at("hierarchical_context_parallel_sizes"): sizes}
-        return {at("cp_comm_type"): types[method.name]}
-
-    def read(document: Document, found: Values) -> Values:
-        if found["cp"] == 1:
-            return {"context_method": None}
-        given = document.get(at("cp_comm_type")) or "p2p"
-        given = given[0] if isinstance(given, list) and len(set(given)) == 1 else given
-        if given == "a2a+p2p":
-            ulysses, ranks = document.get(at("hierarchical_context_parallel_sizes")) or (1, found["cp"])
-            return {"context_method": f"ulysses{ulysses}xring{ranks}"}
-        known = {word: name for name, word in types.items()} | {"allgather": "gather"}
-        if given not in known:
-            raise PinError(
-                f"cp_comm_type={given!r} has no price; known: {', '.join(known)}, a2a+p2p", ("context_method",)
-            )
-        return {"context_method": known[given]}
-
-    return Field(("context_method",), write, read)
-
-
-def _experts(at: At) -> tuple[Field, ...]:
-    def write(setup: Setup) -> Values:
-        if not setup.task.num_experts:
-            return {}
-        c = setup.config
-        out: dict[str, Any] = {at("expert_model_parallel_size"): c.ep, at(_ETP): c.expert_tp}
-        out[at("moe_grouped_gemm")] = True
-        flex = setup.options.dispatcher is not Dispatcher.ALL_TO_ALL
-        out[at("moe_token_dispatcher_type")] = "flex" if flex else "alltoall"
-        if flex:
-            device = setup.task.hardware
-            backend = "hybridep" if device is not None and device.joins_nodes else "deepep"
-            out[at("moe_flex_dispatcher_backend")] = backend
-        return out | ({at("use_transformer_engine_op_fuser"): True} if setup.options.fused_experts else {})
-
-    def read(document: Document, found: Values) -> Values:
-        if not document.task.num_experts:
-            return {"ep": 1, "etp": found["tp"]}
-        etp = document.get(at(_ETP))
-        out: dict[str, Any] = {"ep": document.count(at("expert_model_parallel_size"))}
-        fused = document.get(at("use_transformer_engine_op_fuser"))
-        if etp or not document.partial:
-            out["etp"] = etp or found["tp"]
-        if fused is not None or not document.partial:
-            out["fused_experts"] = bool(fused)
-        kind = document.values.get(at("moe_token_dispatcher_type"))
-        document.seen.add(at("moe_token_dispatcher_type"))
-        if kind == "allgather":
-            raise PinError("moe_token_dispatcher_type='allgather' has no price; known: alltoall, flex", ("dispatcher",))
-        return out | ({} if kind is None else {"dispatcher": kind})
-
-    return (Field(("ep", "etp", "dispatcher", "fused_experts"), write, read),)
 
 
 def overlap_field(at: At) -> Field:
@@ -225,6 +148,8 @@ def _kernels(at: At, member: Callable[[str], Any]) -> tuple[Field, ...]:
 
     def read_attention(document: Document, found: Values) -> Values:
         given = str(document.get(at("attention_backend")) or "auto").rpartition(".")[2]
+        if given == "auto" and document.get(at("use_flash_attn")):  # the option before attention_backend
+            return {"attention": "flash2"}
         if given in ("auto", "local"):
             return {}
         meaning = {word: name for name, word in attention.items()}
@@ -283,6 +208,7 @@ def _offload(at: At) -> Field:
     def read(document: Document, found: Values) -> Values:
         fraction = document.get(at("optimizer_offload_fraction"))
         held = document.get(at("optimizer_cpu_offload")) and (fraction is None or float(fraction) > 0)
+        held = held or document.get(at("cpu_optimizer"))  # of Megatron-DeepSpeed
         return {"offload": ("optimizer",) if held else ()}
 
     return Field(("offload",), write, read)
@@ -369,7 +295,7 @@ def fields_of(
     return (
         renamed(at("tensor_model_parallel_size"), at("model_parallel_size"), "tp"),
         same(at("pipeline_model_parallel_size"), "pp", always=True),
-        same(at("context_parallel_size"), "cp"),
+        context_degree(at),
         derived(data_parallel, "dp"),
         renamed(at("micro_batch_size"), at("batch_size"), "micro_batch_size"),
         Field(
@@ -384,10 +310,10 @@ def fields_of(
             write_stages(at, virtual),
             read_stages(at, virtual),
         ),
-        *_experts(at),
+        experts_field(at),
         mtp_field(at),
-        _zero(at, checkpoint),
-        _context(at),
+        zero_field(at, checkpoint),
+        context_field(at),
         Field(("recompute",), write_recompute(at), recompute_reader(at)),
         _offload(at),
         *precision,
@@ -480,20 +406,7 @@ def _said_of_experts(setting: str, why: str) -> TargetRule:
         said = any(document.has(path) for path in (setting, f"model.{setting}"))
         if not document.task.num_experts or said or document.partial:
             return None
-        return None if setting == _ETP and found["tp"] == 1 else f"{setting} is not said: {why}"
-
-    return TargetRule(found, warns=True)
-
-
-def _of_model(setting: str, size: Callable[[Document], int]) -> TargetRule:
-    """Return the rule that a file is for the model that it is read for."""
-
-    def found(document: Document, found: Values) -> str | None:
-        known = size(document)
-        given = next((document.get(p) for p in (setting, f"model.{setting}") if document.has(p)), None)
-        if not known or not isinstance(given, int) or given == known:
-            return None
-        return f"{setting}={given}, but {document.task.model} has {known}; its own are priced"
+        return None if setting == EXPERT_TP and found["tp"] == 1 else f"{setting} is not said: {why}"
 
     return TargetRule(found, warns=True)
 
@@ -512,6 +425,13 @@ def _graphs_without_full(document: Document, found: Values) -> str | None:
     return f"{CANNOT['launch']} (cuda_graph_impl); nearest: without cuda_graph_impl"
 
 
+def _whole_offload(document: Document, found: Values) -> str | None:
+    share = document.get("optimizer_offload_fraction")
+    if not document.get("optimizer_cpu_offload") or share is None or not 0 < float(share) < 1:
+        return None
+    return f"optimizer_offload_fraction={share}: the whole optimizer is priced on the host"
+
+
 def _loss_is_own(document: Document, found: Values) -> str | None:
     """Megatron-LM refuses Transformer Engine's loss since 3 June 2026 (megatron/training/arguments.py)."""
     if found.get("fused_loss") is not FusedLoss.ONLINE or document.year < _OWN_LOSS:
@@ -522,10 +442,12 @@ def _loss_is_own(document: Document, found: Values) -> str | None:
 MEGATRON_RULES = (
     TargetRule(processes),
     TargetRule(_graphs_without_full),
-    _of_model("num_layers", lambda document: document.task.decoder_layers),
+    of_model("decoder_layers", "num_layers", "model.num_layers"),
     MTP_RULE,
-    _of_model("num_experts", lambda document: document.task.num_experts),
-    _said_of_experts(_ETP, "it is as tp, which is often not meant; say 1 or tp"),
+    of_model("num_experts", "num_experts", "model.num_moe_experts"),
+    of_model("hidden_size", "hidden_size", "model.hidden_size"),
+    of_model("num_heads", "num_attention_heads", "model.num_attention_heads"),
+    _said_of_experts(EXPERT_TP, "it is as tp, which is often not meant; say 1 or tp"),
     _said_of_experts("moe_token_dispatcher_type", "Megatron's default allgather has no price; alltoall is priced"),
 )
 CANNOT = {
@@ -544,7 +466,7 @@ CANNOT = {
 
 _MARKS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer"),
-    *("model_parallel_size", "checkpoint_activations"),
+    *("model_parallel_size", "checkpoint_activations", "expert_model_parallel_size"),
 )
 
 MEGATRON_LM = Target(
@@ -561,9 +483,15 @@ MEGATRON_LM = Target(
             *loss_fields(lambda name: name, _OWN_LOSS),
             allocator(lambda name: name),
             accumulation("no_gradient_accumulation_fusion", when=False),
+            derived(read_own_length, "seq_len"),
+            derived(read_own_adapters, "adapters"),
         ),
     ),
     marks=_MARKS,
+    also=(FlagsYaml("megatron-lm"),),
+    marks_also=_MARKS,
+    renamed=lambda values: own_arguments(values, MEGATRON_KINDS),
+    named_files=(DEEPSPEED_CONFIG,),
     version_in=_age,
     launch=lambda setup, file, year: [f"bash {file}"],
     cannot=CANNOT,
@@ -571,5 +499,7 @@ MEGATRON_LM = Target(
     rules=(
         *(*MEGATRON_RULES, TargetRule(_offload_is_aware), TargetRule(_loss_is_own)),
         TargetRule(sequences_need_tp("sequence_parallel", "it is off"), warns=True),
+        TargetRule(_whole_offload, warns=True),
+        *OWN_RULES,
     ),
 )

@@ -76,7 +76,7 @@ def read_stages(at: At, virtual: str) -> Callable[[Document, Mapping[str, Any]],
         pp, layers, num_mtp = found["pp"], document.task.decoder_layers, document.task.num_mtp
         layout = document.get(at("pipeline_model_parallel_layout"))
         if layout is not None:
-            stages = layout_stages(str(layout), num_mtp)
+            stages = layout_stages(re.sub(r"[\\'\"]", "", str(layout)), num_mtp)  # of a text that a shell reads again
             if len(stages) % pp:
                 raise PinError(
                     f"pipeline_model_parallel_layout has {len(stages)} stages, no multiple of pp={pp}", ("pp",)
@@ -258,9 +258,8 @@ def _read_offload(at: At, document: Document, found: Mapping[str, Any]) -> Value
     """Return the layers whose activations wait on the host: modules of them, or whole first layers."""
     if (fine := _read_fine_grained(at, document, found)) is not None:
         return fine
-    held = document.count(at("cpu_offloading_num_layers"), 0)
-    if document.get(at("cpu_offloading")) is False:  # a setting of Bridge; Megatron-LM's flag turns it on
-        held = 0
+    off = document.get(at("cpu_offloading")) is False  # a setting of Bridge; Megatron-LM's flag turns it on
+    held = 0 if off else document.count(at("cpu_offloading_num_layers"), 0)
     return {"recompute": NONE if not held else dict.fromkeys(document.task.layers[:held], OFFLOAD) or OFFLOAD}
 
 
@@ -287,7 +286,8 @@ def recompute_reader(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
             return {"recompute": SELECTIVE if modules == ["core_attn"] else modules_choice(modules)}
         if document.get(at("recompute_method")) != "block":
             return {"recompute": FULL}
-        count, chunks = document.count(at("recompute_num_layers")), found["pp"] * found["virtual_stages"]
+        count = document.count(at("recompute_num_layers"), 1, (0,))
+        chunks = found["pp"] * found["virtual_stages"]
         stages = found.get("stages") or ((len(layers) // chunks or count,) * chunks)
         return {"recompute": tuple(min(count, size) for size in stages)}
 

@@ -14,6 +14,7 @@ from autoplan.exporters.record import (
     TargetRule,
     Values,
     base_of,
+    of_model,
     precision_word,
     run_number,
     same,
@@ -21,7 +22,7 @@ from autoplan.exporters.record import (
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.syntax import Yaml
 
-_P, _T = "parallelism.", "tokens."
+_P, _T, _C = "parallelism.", "tokens.", "model.model_config."
 _ENGINES = {"1F1B": "1f1b", "GPipe": "afab"}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -137,5 +138,10 @@ NANOTRON = Target(
         "recompute": "recompute_layer is for all layers",
         "mode": "nanotron runs PyTorch modules one by one",
     },
-    rules=(TargetRule(_world),),
+    rules=(
+        TargetRule(_world),
+        of_model("decoder_layers", _C + "num_hidden_layers"),
+        of_model("hidden_size", _C + "hidden_size"),
+        of_model("num_heads", _C + "num_attention_heads"),
+    ),
 )

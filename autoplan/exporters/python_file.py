@@ -119,7 +119,7 @@ class _Reader:
         self._tree, self._setters, self._made = tree, setters, made
         self._names: list[dict[str, Any]] = [{"__name__": "module"}]
         self._frames = [_Frame("")]
-        self._left = _STATEMENTS
+        self._left, self._spent = _STATEMENTS, False  # spent: no further calls are followed
         self._any = False  # True in the body of a loop whose turns are not known
         self._passed: list[tuple[ConfigObject, str]] = []  # configurations that went into unknown functions
         self._expressions = Expressions(self, self._names)
@@ -147,7 +147,7 @@ class _Reader:
     def function(self, node: ast.FunctionDef) -> dict[str, Any]:
         """Return the values of a function that is called without arguments; what it must be given is an object."""
         self._block(self._tree.body)
-        self._left, self._passed = _STATEMENTS, []
+        self._left, self._spent, self._passed = _STATEMENTS, False, []
         names = self._bound(node, [], {}, required=False)
         names = {} if names is None else names
         return self._result(self._run(node, names), names)
@@ -197,7 +197,7 @@ class _Reader:
         """Return what a function of the file returns; MISSING if it cannot be followed."""
         names = self._bound(function.node, args, named, required=True)
         running = [frame.name for frame in self._frames]
-        if names is None or function.node.name in running or len(running) > _DEPTH:
+        if names is None or function.node.name in running or len(running) > _DEPTH or self._spent:
             return MISSING
         around = {} if function.names is self._names[0] else function.names
         value = self._run(function.node, {**around, **names})
@@ -268,6 +268,7 @@ class _Reader:
         """Follow statements until one ends the block."""
         for node in body:
             self._left -= 1
+            self._spent = self._spent or self._left < 0
             follow = self._of.get(type(node))
             signal = None if follow is None else follow(node)
             if signal is not None:
@@ -462,6 +463,7 @@ class _Reader:
     def _either(self, body: list[ast.stmt], other: list[ast.stmt], say: Say) -> _Signal | None:
         """Follow two blocks of which one is run, and merge what they do."""
         before = State.of(self._names)
+        self._left -= before.size  # the names that are copied and merged
         first = self._block(body)
         one = State.of(self._names)
         before.restore(self._names)
@@ -561,6 +563,7 @@ class _Reader:
         self._any = True
         for _ in range(_PASSES):
             start = State.of(self._names)
+            self._spent = self._spent or self._left < start.size
             if isinstance(node, ast.For):
                 for name in (each for each in ast.walk(node.target) if isinstance(each, ast.Name)):
                     self._names[-1][name.id] = Unknown(f"{name.id} (line {node.lineno})")

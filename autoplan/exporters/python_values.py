@@ -30,7 +30,7 @@ class Unknown:
         return cls(f"{ast.unparse(node)} (line {getattr(node, 'lineno', 0)})")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ConfigObject:
     """An object of the file: a configuration, a section of it, or what a call of a class returned.
 
@@ -49,6 +49,10 @@ class ConfigObject:
     fields: dict[str, Any] = field(default_factory=dict)
     parent: ConfigObject | None = None
     changed: bool = False
+
+    def __repr__(self) -> str:
+        """Return what stands for it in a message, also within a list."""
+        return self.origin or self.made_by or self.unknown or "an object"
 
     @property
     def is_empty(self) -> bool:
@@ -179,6 +183,11 @@ class State:
         """Return the state as it is now."""
         held = tuple(map(dict, frames))
         return cls(held, {each: (each.unknown, dict(each.fields)) for each in objects_in(held)})
+
+    @property
+    def size(self) -> int:
+        """The number of names and fields, which merging two states goes through."""
+        return sum(map(len, self.frames)) + sum(len(fields) for _, fields in self.objects.values())
 
     def restore(self, frames: Iterable[dict[str, Any]]) -> None:
         """Set the objects and the frames to this state."""

@@ -187,6 +187,24 @@ class TargetRule:
     warns: bool = False
 
 
+def of_model(size: str, *paths: str) -> TargetRule:
+    """Return the rule that a file is for the model that it is read for.
+
+    Args:
+        size: the name of a size in Task; 0 there if it is not known.
+        paths: where a file may name it.
+    """
+
+    def found(document: Document, found: Values) -> str | None:
+        known, path = getattr(document.task, size), next((path for path in paths if document.has(path)), None)
+        given = None if path is None else document.get(path)
+        if not known or isinstance(given, bool) or not isinstance(given, int) or given == known:
+            return None
+        return f"{path}={given}, but {document.task.model} has {known}; its own are priced"
+
+    return TargetRule(found, warns=True)
+
+
 _OF_NOBODY = {  # choices that the files of most targets lack
     "state_slack": "a setting of autoplan's layouts",
     "expandable_segments": "PYTORCH_CUDA_ALLOC_CONF in the environment of the run says so",

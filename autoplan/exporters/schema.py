@@ -26,6 +26,39 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "dict": (dict,),
 }
 
+# Names of any framework's files that change neither time nor memory, or only what the model itself says: sections that
+# they stand in, and patterns of the last part of their path. They are of names that are no fields of a target.
+_OTHER_SECTIONS = frozenset(
+    "checkpoint checkpoints ckpt clearml comm comet data data_stages dataloader dataset dataset_mixer datasets "
+    "dist_env eval exp_manager experiment export general generation inference init_method job lighteval logger "
+    "logging lr_scheduler metrics metrics_logging mlflow monitoring nsys_profile profiler profiling rng run "
+    "s3_upload sched scheduler slurm swanlab tensorboard test_ds tokenizer train_ds validation "
+    "validation_dataloader validation_dataset validation_ds wandb".split()
+)
+_OTHER_NAMES = tuple(
+    # the model's sizes and functions
+    "*hidden_size num_*heads num_layers *coder_num_layers *hidden_layers num_query_groups group_query_attention "
+    "kv_channels head_dim *intermediate_size *ffn_size *ffn_hidden_size *max_position_embeddings "
+    "position_embedding* rope_* *rotary* *rope swiglu squared_relu *activation hidden_act normalization *norm_eps* "
+    "*norm_epsilon layernorm* *layernorm *layernorm_1p disable_bias_linear *bias *init_std *init_method* "
+    "initializer_range *tie*embeddings* share_embeddings* q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
+    "v_head_dim mscale* mtp_loss* *_dropout *dropout_rate *vocab* *token_id "
+    # the optimizer's numbers, the length of the run, seeds
+    "lr lr_* *_lr *learning_rate* *lr_decay* *warmup* *weight_decay* *adam_* adam *betas beta1 beta2 eps clip_grad* "
+    "*grad_norm* gradient_clip* train_iters train_samples train_tokens train_steps *epoch* max_steps steps *seed* "
+    "exit_* max_time max_duration *loss_scale* *hysteresis *scale_window override_opt_* consumed_* reset_iteration "
+    # data, logs, checkpoints, evaluation
+    "*data_path* *dataset* *data_args* data_path* data_impl data_cache* data_root* data_dir* *_data split splits* "
+    "*tokenizer* merge_file *workers* *num_proc* dataloader_* shuffle* *shuffle *template *_file *_dir *_path log "
+    "log_* *_log *_logs logs *logging* *logger* *wandb* *tensorboard* *metric* *profil* *_name name version run_* "
+    "*description* *comment* project project_* *_project *project_name *eval* *valid* *test_* save* *_save* *ckpt* "
+    "load load_* *_load no_save* no_load* *checkpoint_interval *checkpoint_dir *checkpointing_steps "
+    "*checkpoint_format finetune *resume* *push_to_hub* hub_* *restore* *trust_remote* *timeout* *timing* *timers* "
+    "master_* *_port *_host* *verbose* *_url *token_ids eod_* reset_position_ids reset_attention_mask manual_gc* "
+    "gc_* *nan* use_checkpoint_args dist_ckpt* mock_* make_vocab* seq_length_dec report_to enable_goodput* "
+    "monitor_* cache_dir *stopping*".split()
+)
+
 
 @dataclass(frozen=True)
 class TargetField:
@@ -50,6 +83,8 @@ class TargetField:
         """Return why a value is not one of the field, or None."""
         if value is None:
             return None
+        if "float" in self.kinds and isinstance(value, str) and _is_number(value):
+            return None  # 1e-5, which YAML 1.1 takes for a text
         if self.whole and "int" in self.kinds and isinstance(value, float) and value.is_integer():
             value = int(value)
         kinds = tuple(kind for name in self.kinds for kind in _KINDS[name])
@@ -58,6 +93,14 @@ class TargetField:
         if self.values and not all(each in self.values for each in (value if isinstance(value, list) else [value])):
             return f"must be one of {', '.join(map(str, self.values))}"
         return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -99,6 +142,13 @@ class Schema:
         if entry is None or any(fnmatchcase(path, pattern) for pattern in self.idle):
             return True
         return value in ("auto", None, []) or (entry.default is not None and value == entry.default)
+
+    def is_foreign(self, path: str) -> bool:
+        """Return True for a path that is no field, and of which nobody has said that it changes nothing."""
+        *sections, name = path.split(".")
+        others = any(fnmatchcase(name.lower(), each) for each in _OTHER_NAMES) or _OTHER_SECTIONS.intersection(sections)
+        idle = others or any(fnmatchcase(path, each) for each in self.idle)
+        return not (idle or self.knows(path) or self.is_section(path))
 
     def is_section(self, path: str) -> bool:
         """Return True for a path that is no field, but has fields below it."""

@@ -42,8 +42,8 @@ class Code:
 
 # -- shell -------------------------------------------------------------------------------------------------------------
 
-_ENV = "env."  # paths of environment variables
-PROGRAMS = ("trl", "llamafactory-cli")  # programs that start their own script
+ENV = "env."  # of paths of environment variables
+PROGRAMS = ("trl", "llamafactory-cli", "swift", "megatron", "axolotl")  # programs that start their own script
 # Options of a launcher, which stand before the script -> path
 _LAUNCHERS: Mapping[str, Mapping[str, str]] = {
     "torchrun": {
@@ -96,18 +96,18 @@ class FlagsOf:
         known, and if several commands train with different values.
         """
         script = shell_commands(text, where)
-        out: dict[str, Any] = {f"{_ENV}{name}": _literal(value) for name, value in script.variables.items()}
-        found = [(before, self._told(before, after)) for before, after in map(_parts, script.commands)]
+        out: dict[str, Any] = {f"{ENV}{name}": literal_value(value) for name, value in script.variables.items()}
+        found = [(before, self._told(before, after)) for before, after in map(command_parts, script.commands)]
         found = [(before, given) for before, given in found if self._trains(given)]
         trains = [each for each in found if each[0] and re.search("train|tune", each[0][-1].text)]
         found = trains or found  # what converts or generates has degrees, too
         if not found:  # only the arguments, for a command that is elsewhere
             words = [*script.arguments, *(word for command in script.commands for word in command)]
             found = [([], self._arguments(words))]
-            found[0][1].update(_launched(words, {}))
+            found[0][1].update(launch_values(words, {}))
         for before, _ in found:
-            out |= _launched(before, script.variables)
-        return out | _alternatives([given for _, given in found])
+            out |= launch_values(before, script.variables)
+        return out | shared_arguments([given for _, given in found])
 
     def _told(self, before: Sequence[Word], after: Sequence[Word]) -> dict[str, Any]:
         """Return the values of the arguments, and what the program is told to do."""
@@ -151,7 +151,7 @@ class FlagsOf:
                 out |= {f"{UNKNOWN}{token}": MORE} if token.startswith("$") else {}
                 flag = None
                 continue
-            value_read = _literal(token)
+            value_read = literal_value(token)
             new = value_read if known is True else [*(known if isinstance(known, list) else [known]), value_read]
             _set(out, flag, new, word.sure)
         return out
@@ -159,7 +159,7 @@ class FlagsOf:
     def _said(self, text: str, kinds: Sequence[str]) -> Any:
         """Return the value of a flag whose field has these kinds."""
         given = _BOOLEANS.get(text.lower()) if self.booleans and "bool" in kinds else None
-        return _literal(text) if given is None else given
+        return literal_value(text) if given is None else given
 
 
 @dataclass(frozen=True)
@@ -175,10 +175,10 @@ class Flags(FlagsOf):
     def write(self, values: Mapping[str, Any], heading: Sequence[str], about: Setup) -> str:
         """Return the script."""
         lines = ["#!/bin/bash", commented(heading).rstrip("\n")]
-        lines += [f"export {path.removeprefix(_ENV)}={v}" for path, v in values.items() if path.startswith(_ENV)]
+        lines += [f"export {path.removeprefix(ENV)}={v}" for path, v in values.items() if path.startswith(ENV)]
         lines.append("PLAN_ARGS=(")
         for path, value in values.items():
-            if path.startswith((_ENV, "launch.")) or value is False:
+            if path.startswith((ENV, "launch.")) or value is False:
                 continue
             each = [] if value is True else value if isinstance(value, list) else [value]
             flag = "--" + path.replace("_", "-")
@@ -186,7 +186,7 @@ class Flags(FlagsOf):
         return "\n".join([*lines, ")", *self.launch(about)]) + "\n"
 
 
-def _parts(command: Sequence[Word]) -> tuple[list[Word], list[Word]]:
+def command_parts(command: Sequence[Word]) -> tuple[list[Word], list[Word]]:
     """Return the words of a command up to the program that it runs, and its arguments; all of them if there is none."""
     for k, word in enumerate(command):
         module = k > 0 and command[k - 1].text == "-m" and word.text not in _TORCHRUN
@@ -195,7 +195,7 @@ def _parts(command: Sequence[Word]) -> tuple[list[Word], list[Word]]:
     return [], list(command)
 
 
-def _launched(before: Sequence[Word], variables: Mapping[str, str]) -> dict[str, Any]:
+def launch_values(before: Sequence[Word], variables: Mapping[str, str]) -> dict[str, Any]:
     """Return a launcher and its numbers of nodes and of processes per node; Slurm's where no other is below it."""
     words = ["torchrun" if word.text in _TORCHRUN else word.text.rpartition("/")[2] for word in before]
     launcher = next((name for name in _LAUNCHERS if name in words), "torchrun")
@@ -203,19 +203,19 @@ def _launched(before: Sequence[Word], variables: Mapping[str, str]) -> dict[str,
     out: dict[str, Any] = {"launch.by": launcher} if launcher in words else {}
     if launcher == "srun":
         said = {"launch.nnodes": "SLURM_NNODES", "launch.nproc_per_node": "SLURM_NTASKS_PER_NODE"}
-        out |= {path: _literal(variables[name]) for path, name in said.items() if name in variables}
+        out |= {path: literal_value(variables[name]) for path, name in said.items() if name in variables}
     for word, after in zip(before, [*words[1:], ""], strict=False):
         name, equals, value = word.text.partition("=")
         given = value if equals else after
         if launcher == "accelerate" and name.startswith("--"):
             alone = not equals and (after.startswith("-") or after == words[-1])
-            out[f"launch.options.{name.removeprefix('--')}"] = True if alone else _literal(given)
+            out[f"launch.options.{name.removeprefix('--')}"] = True if alone else literal_value(given)
         if name in options and "$" not in given:
-            out[options[name]] = _literal(given)
+            out[options[name]] = literal_value(given)
     return out
 
 
-def _alternatives(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def shared_arguments(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the arguments of one of several commands: those that they do not share are not known."""
     paths = dict.fromkeys(path.removeprefix(UNKNOWN) for given in found for path in given)
     out: dict[str, Any] = {}
@@ -234,7 +234,8 @@ def _set(out: dict[str, Any], flag: str, value: Any, sure: bool) -> None:
     out[flag if known else f"{UNKNOWN}{flag}"] = value
 
 
-def _literal(text: str) -> Any:
+def literal_value(text: str) -> Any:
+    """Return the number that a text is, else the text."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -19,7 +19,7 @@ from autoplan.config.settings import VARIED_SETTINGS
 from autoplan.cost_models.hardware.catalog import CatalogEntry, entries
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import ModelGraph
-from autoplan.program.facts import expert_counts, latent_attention, layer_calls, num_mtp_layers
+from autoplan.program.facts import expert_counts, latent_attention, layer_calls, model_sizes, num_mtp_layers
 from autoplan.schedules.schedule import PLAIN_SCHEDULE
 from autoplan.search.request import PlanRequest
 
@@ -43,6 +43,7 @@ class Task:
         num_experts: 0 for a model without experts.
         latent: True for a model with latent attention.
         num_mtp: how many of the layers, the last ones, predict tokens after the next.
+        hidden_size, num_heads: 0 if not known, or not the same everywhere.
         num_nodes, devices_per_node: 0 if the cluster is not known.
     """
 
@@ -51,6 +52,8 @@ class Task:
     num_experts: int = 0
     latent: bool = False
     num_mtp: int = 0
+    hidden_size: int = 0
+    num_heads: int = 0
     device: str = ""
     num_nodes: int = 0
     devices_per_node: int = 0
@@ -67,6 +70,7 @@ class Task:
         if graph is not None:
             found |= {"model": graph.name, "layers": tuple(layer_calls(graph)), "latent": latent_attention(graph)}
             found |= {"num_experts": max(expert_counts(graph), default=0), "num_mtp": num_mtp_layers(graph)}
+            found |= model_sizes(graph)
         if cluster is not None:
             found |= {"device": cluster.device.name, "num_nodes": cluster.num_nodes}
             found |= {"devices_per_node": cluster.devices_per_node}
@@ -93,8 +97,8 @@ class Setup:
     """A configuration and its run.
 
     Attributes:
-        left: settings that no target's file holds (adapters, the length of target sequences), each as `name=value` with
-            the place where the user sets it.
+        left: settings that most files do not hold (adapters, the length of target sequences), each as `name=value`
+            with the place where the user sets it.
     """
 
     task: Task
@@ -114,6 +118,11 @@ class Setup:
         known = ((name, getattr(request, name), place) for name, place in said)
         left = tuple((f"{name}={value}", place) for name, value, place in known if value is not None)
         return cls(Task.of(request), config, *run, left)
+
+    @property
+    def adapters(self) -> str | None:
+        """The adapters as autoplan writes them; None if all weights are trained."""
+        return next((said.partition("=")[2] for said, _ in self.left if said.startswith("adapters=")), None)
 
     @property
     def num_chunks(self) -> int:

@@ -20,7 +20,8 @@ from itertools import count
 from autoplan.errors import PinError
 
 _ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?::?-(?P<default>[^{}]*))?\}|(?P<plain>\w+))")
+_DEFAULT = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # with variables in braces, and their defaults
+_VARIABLE = re.compile(rf"\$(?:\{{(?P<braced>\w+)(?::?-(?P<default>{_DEFAULT}))?\}}|(?P<plain>\w+))")
 _LIST = re.compile(r"\$(?:\{(?P<name>\w+)(?:\[[@*]\])?(?::?-[^{}]*)?\}|(?P<plain>\w+|@|\*))")
 _ARITHMETIC = re.compile(r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _COMMAND = re.compile(r"\$\((?!\()[^()]*(?:\([^()]*\)[^()]*)*\)|`[^`\n]*`")

@@ -20,8 +20,9 @@ from autoplan.exporters.python_expressions import path_of
 from autoplan.exporters.python_file import read_made
 from autoplan.exporters.python_values import UNKNOWN, maker_of
 from autoplan.exporters.record import Document, Reader, Values
-from autoplan.exporters.scripts import PROGRAMS, FlagsOf
+from autoplan.exporters.scripts import FlagsOf
 from autoplan.exporters.syntax import Yaml, flat
+from autoplan.exporters.trainer_kinds import ADAPTERS, KINDS, TRL_ADAPTERS, own_arguments
 
 _CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
@@ -67,7 +68,7 @@ def _check_made(calls: list[tuple[str, ast.Call]], where: str) -> None:
             raise trl.parsed_elsewhere(node.lineno, where)
 
 
-MARKS = ("per_device_train_batch_size", trl.COMMAND)
+MARKS = ("per_device_train_batch_size", trl.COMMAND, "sequence_len")
 READERS: tuple[Reader, ...] = (
     Yaml(),
     FlagsOf("transformers", MARKS[:1], booleans=True, command_of=(trl.COMMAND, trl.command_of)),
@@ -77,7 +78,7 @@ READERS: tuple[Reader, ...] = (
 # Programs, and arguments that only their scripts have, with other defaults: TRL, where it is not told what it trains,
 # and LLaMA-Factory (which recomputes, src/llamafactory/model/model_utils).
 _OTHER_TRAINERS = {
-    **dict(zip(PROGRAMS, ("TRL", "LLaMA-Factory"), strict=True)),
+    **{trl.PROGRAM: "TRL", "llamafactory-cli": "LLaMA-Factory"},
     **dict.fromkeys(("use_peft", "max_length"), "TRL"),
     **dict.fromkeys(("finetuning_type", "cutoff_len", "template", "stage"), "LLaMA-Factory"),
 }
@@ -86,16 +87,21 @@ _OF_SCRIPTS = {
     **dict.fromkeys(
         ("block_size", "max_seq_length", "model_max_length", "max_length", "cutoff_len"), ("--seq-len", "seq_len")
     ),
-    **dict.fromkeys(("use_peft", "use_lora", "lora_r", "lora_rank", "finetuning_type"), ("--adapters", "")),
-    "peft_config": ("--adapters", ""),
+    **dict.fromkeys(
+        ("use_peft", "use_lora", "lora_r", "lora_rank", "lora_target_modules", "finetuning_type"),
+        ("--adapters", "adapters"),
+    ),
+    "peft_config": ("--adapters", "adapters"),
     **dict.fromkeys(
         ("load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_config"),
-        ("--adapters qlora:..., of 4 bits", ""),
+        ("--adapters qlora:..., of 4 bits", "adapters"),
     ),
-    **dict.fromkeys(("attn_implementation", "flash_attn"), ("--attention", "attention")),
+    **dict.fromkeys(("sequence_parallel_size", "context_parallel_size"), ("--cp", "")),
+    **dict.fromkeys(("attn_implementation", "flash_attn", "attn_impl"), ("--attention", "attention")),
     **dict.fromkeys(("dtype", "torch_dtype"), ("--precision, whose parameters in 16 bits have masters in 32", "")),
 }
 _OFF = (None, False, 0, "none", "auto", "full", "disabled")  # values of these with which nothing changes
+_BY_SCRIPT = "the configuration that the script makes for DeepSpeed"
 # What accelerate launch, or the file that it takes, says where no argument does
 _OF_LAUNCH, _LAUNCHED = "the configuration of accelerate launch", (("fsdp", "deepspeed"), ("bf16", "fp16"))
 # Where the values of accelerate launch stand, and the file that it names; options that are fields of a section
@@ -114,7 +120,10 @@ def as_arguments(values: Values) -> dict[str, Any]:
     the precision that the arguments do not name: in its options, and in the file that they name.
     """
     trl.refuse_others(values)
-    values = trl.as_sft(values) if trl.is_sft(values) else values
+    values = trl.as_sft(values) if trl.is_sft(values) else own_arguments(values, KINDS)
+    if ADAPTERS not in values:
+        values |= TRL_ADAPTERS.taken(dict(values))
+    values = _made_by_script(values)
     out: dict[str, Any] = {}
     for path, value in values.items():
         if path in _SECTIONS and isinstance(value, str) and value.lstrip().startswith("{"):
@@ -131,6 +140,19 @@ def as_arguments(values: Values) -> dict[str, Any]:
     if out.get("launch.by") in ("accelerate", trl.PROGRAM) and not told:
         stated = {path.removeprefix(UNKNOWN).partition(".")[0] for path in out}
         out |= {f"{UNKNOWN}{names[0]}": _OF_LAUNCH for names in _LAUNCHED if not stated.intersection(names)}
+    return out
+
+
+def _made_by_script(values: Values) -> dict[str, Any]:
+    """Return the values with the configuration that `--deepspeed` without a file leaves to another argument, or to the
+    script (`deepspeed.add_config_arguments`)."""
+    out = dict(values)
+    if out.get("deepspeed") is True:
+        file = out.pop("deepspeed_config", None)
+        out |= {"deepspeed": file} if file is not None else {}
+        if file is None:
+            del out["deepspeed"]
+            out |= dict.fromkeys((f"{UNKNOWN}{name}" for name in ("deepspeed", "bf16", "fp16")), _BY_SCRIPT)
     return out
 
 
@@ -172,6 +194,6 @@ def of_scripts(document: Document, found: Mapping[str, Any]) -> str | None:
     listed = []
     for name, (flag, choice) in _OF_SCRIPTS.items():
         value = document.values.get(name)
-        if value not in _OFF and (not choice or found.get(choice) is None):
+        if document.has(name) and value not in _OFF and (not choice or found.get(choice) is None):
             listed.append(f"{name}={value} (give {flag})")
     return f"not read, since they are the script's own: {', '.join(listed)}" if listed else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from autoplan.config.parallel import Mode
 from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
-from autoplan.exporters import accelerate, trl
+from autoplan.exporters import accelerate, trainer_kinds, trl
 from autoplan.exporters.accelerate import ACCELERATE, engine
 from autoplan.exporters.deepspeed import DEEPSPEED, read_overlap, read_zero, read_zero_offload, write_zero
 from autoplan.exporters.launching import processes, srun
@@ -189,6 +189,14 @@ def _taken_by_deepspeed(document: Document, found: Values) -> str | None:
     return "; ".join(faults) or None
 
 
+def _no_engine(document: Document, found: Values) -> str | None:
+    """A file that names no engine, and nobody says how it is launched: accelerate's configuration may name one."""
+    told = document.has("launch.by") or document.has(trainer_kinds.NAME) or _launched(document) is not None
+    if told or document.has("deepspeed") or _strategies(document) or found["zero_stage"] or found.get("dp", 1) == 1:
+        return None
+    return "no engine is named: DistributedDataParallel, unless accelerate launch is told another (give --zero-stage)"
+
+
 def _of_accelerate(rule: TargetRule) -> TargetRule:
     """Return a rule of accelerate's file for the one that accelerate launch takes."""
 
@@ -226,6 +234,8 @@ TRANSFORMERS = Target(
         Field(("precision",), _write_precision, _read_precision),
         Field(("mode",), _write_mode, _read_mode),
         derived(trl.read_length, "seq_len"),
+        derived(trainer_kinds.read_own_length, "seq_len"),
+        derived(trainer_kinds.read_own_adapters, "adapters"),
         derived(trl.read_attention, "attention"),
     ),
     marks=("per_device_train_batch_size", "gradient_checkpointing", "activation_checkpointing", "fsdp", "output_dir"),
@@ -262,6 +272,8 @@ TRANSFORMERS = Target(
         *(TargetRule(broken) for broken in (_one_precision, _one_engine, _taken_by_deepspeed, processes)),
         *map(_of_accelerate, ACCELERATE.rules),
         *trl.RULES,
+        *trainer_kinds.OWN_RULES,
         TargetRule(of_scripts, warns=True),
+        TargetRule(_no_engine, warns=True),
     ),
 )

@@ -14,6 +14,7 @@ from typing import Any
 from autoplan.config.parallel import Attention
 from autoplan.errors import PinError
 from autoplan.exporters.record import Document, Recognised, TargetRule, Values
+from autoplan.exporters.trainer_kinds import NAME
 from autoplan.stacks.records import year_of
 
 COMMAND = "trl.command"  # path: what TRL is told to train, `sft` for an SFTConfig
@@ -74,10 +75,11 @@ _PASSED = re.compile(
     r"offload_(optimizer|param)_device$|deepspeed_config_file$|"
     r"fsdp_(version|reshard_after_forward|sharding_strategy|offload_params|activation_checkpointing)$"
 )
+_ATTENTION = ("attn_implementation", "attn_impl", "flash_attn")  # of TRL and axolotl, ms-swift, LLaMA-Factory
 _KERNELS = {
     "eager": Attention.UNFUSED,
     "sdpa": Attention.FLASH2,
-    **dict.fromkeys(("flash_attention_2", "kernels-community/flash-attn2"), Attention.FLASH2),
+    **dict.fromkeys(("flash_attention_2", "kernels-community/flash-attn2", "fa2", "flash_attn"), Attention.FLASH2),
     **dict.fromkeys(("kernels-community/flash-attn", "kernels-community/flash-attn3"), Attention.FUSED),
     **dict.fromkeys(("flash_attention_3", "kernels-community/vllm-flash-attn3"), Attention.FUSED),
 }
@@ -188,9 +190,10 @@ def read_length(document: Document, found: Values) -> Values:
 
 
 def read_attention(document: Document, found: Values) -> Values:
-    """Return the kernel of attention that an argument of TRL's names; nothing if it names none that is known."""
-    name = document.values.get("attn_implementation") if is_sft(document.values) else None
-    kernel = _KERNELS.get(str(name).partition("@")[0])
+    """Return the kernel of attention that an argument of a known trainer names; nothing if it is not known."""
+    path = next((each for each in _ATTENTION if document.has(each)), _ATTENTION[0])
+    known = is_sft(document.values) or NAME in document.values
+    kernel = _KERNELS.get(str(document.get(path)).partition("@")[0]) if known else None
     return {} if kernel is None else {"attention": kernel.value}
 
 

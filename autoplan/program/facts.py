@@ -51,6 +51,14 @@ def attention_heads(graph: ModelGraph) -> dict[str, list[AttentionHeads]]:
     return out
 
 
+def model_sizes(graph: ModelGraph) -> dict[str, int]:
+    """Return the sizes that files of frameworks name, too: `hidden_size`, `num_heads`; without those that differ."""
+    widths = {block.values[node.outputs[0]].shape[-1].value for block, node in nodes_with(graph, OpKind.EMBEDDING)}
+    heads = {op.heads for found in attention_heads(graph).values() for op in found}
+    known: dict[str, set[int | None]] = {"hidden_size": widths, "num_heads": {*heads}}
+    return {name: size for name, found in known.items() if len(found) == 1 and (size := next(iter(found))) is not None}
+
+
 def latent_attention(graph: ModelGraph) -> bool:
     """Return True for multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys are wider than values."""
     found = [

@@ -4,7 +4,9 @@ JSON of schema 1 (report.data):
 
     {"schema": 1, "status": "ok" | "illegal" | "infeasible", "command": "check", "file", "target", "version", "like",
      "faults": [str],       # what is illegal, each with the nearest that is legal
-     "warnings": [str], "not_read": [field], "said_elsewhere": {name: where},
+     "warnings": [str], "not_read": [field],
+     "foreign": [name],     # names of the file that are no fields of the target, as far as autoplan knows it
+     "said_elsewhere": {name: where},
      "model", "cluster", "request": as of estimate,   # left out if seq_len or the batch is not known
      "fits": null | bool, "shortage": null | str, "plan", "estimate": as of estimate, null if it is illegal
      "search": null | {"limit_s", "seconds", "reason": null | str, "certificate": null | as of plan},
@@ -254,7 +256,7 @@ def check_report(found: Check, run: RunTask, plan_file: Path | None = None) -> d
         "file": read.path,
         **chosen(read, "target version like"),
         "faults": list(found.faults),
-        **chosen(read, "warnings not_read"),
+        **chosen(read, "warnings not_read foreign"),
         "said_elsewhere": dict(read.open),
         "fits": found.fits,
         "shortage": lacking,

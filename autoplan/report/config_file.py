@@ -18,6 +18,7 @@ from autoplan.report.arguments import import_from_here
 from autoplan.report.output import say_note
 from autoplan.report.written import FOLLOWS, WrittenPlan
 
+_NAMED = 12  # names of a note; the others are counted
 _RUN = {"seq_len": "--seq-len", "global_batch_size": "--global-batch-size"}
 
 
@@ -38,6 +39,7 @@ def read_for(values: Mapping[str, Any], typed: set[str]) -> tuple[ConfigFile, Mo
         import_from_here()
     given = {name: values[name] for name in PINS if name in typed}
     given |= {name: read_count(values[name], flag) for name, flag in _RUN.items() if values.get(name) is not None}
+    given |= {"adapters": values["adapters"]} if values.get("adapters") is not None else {}
     graph, cluster = load_model(values["model"]), Cluster.parse(values["cluster"])
     return read_config(path, values.get("format"), graph=graph, cluster=cluster, given=given, lenient=True), graph
 
@@ -62,7 +64,7 @@ def as_written(read: ConfigFile, graph: ModelGraph, values: Mapping[str, Any]) -
             asked[name] = str(says[name])
         elif values.get(name) is None and not read.faults:  # a fault is said first
             raise PinError(f"{read.path} does not say {name}; give {flag}")
-    asked |= {name: plain_option(says[name]) for name in (*OPTIONS, "precision", "mode") if name in says}
+    asked |= {name: plain_option(says[name]) for name in (*OPTIONS, "precision", "mode", "adapters") if name in says}
     asked |= {name: ",".join(value) for name, value in asked.items() if isinstance(value, list)}
     degrees = {name: says[name] for name in PINS if says.get(name) is not None and name not in FOLLOWS}
     degrees = {name: tuple(value) if isinstance(value, list) else value for name, value in degrees.items()}
@@ -81,4 +83,8 @@ def _notes(read: ConfigFile, typed: set[str]) -> list[str]:
     others = f"{number} other value{'s' if number > 1 else ''} of no weight for time and memory" if number else ""
     if read.not_read:
         out.append(f"{read.path}: not read: {', '.join(read.not_read)}{others and f'; {others}'}")
+    if read.foreign:
+        shown, more = read.foreign[:_NAMED], len(read.foreign) - _NAMED
+        names = ", ".join(shown) + (f" and {more} more (check --json has all)" if more > 0 else "")
+        out.append(f"{read.path}: not read, since autoplan does not know what it does: {names}")
     return [*out, *(f"{read.path}: {line}" for line in read.warnings)]

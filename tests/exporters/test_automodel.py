@@ -6,12 +6,13 @@ pipelining/functional.py, recipes/llm/train_ft.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from configurations import CLUSTER, graph_of, request
+from configurations import BATCH, CLUSTER, graph_of, request
 
 from autoplan.config.parallel import ParallelConfig
 from autoplan.errors import PinError
@@ -146,3 +147,25 @@ def test_what_it_cannot_say_is_refused_by_name(given: dict[str, Any], choice: st
     config = ParallelConfig(dp=16, zero_stage=1, num_micro_batches=4).but(**given)
     with pytest.raises(PinError, match=choice):
         export_setup(Setup.of(request("llama-3.1-8b", "automodel"), config), "automodel")
+
+
+def test_adapters_are_read(tmp_path: Path) -> None:
+    recipe = {**changed(), "peft": {"dim": 16, "target_modules": "*_proj"}}
+    found = read(recipe, tmp_path, "llama-3.1-8b")
+    assert (found.says["adapters"], found.not_read, found.faults) == ("lora:16:all-linear", (), ())
+    recipe["peft"] = {"target_modules": ["*.q_proj", "v_proj"], "match_all_linear": False}
+    recipe["quantization"] = {"load_in_4bit": True}
+    assert read(recipe, tmp_path, "llama-3.1-8b").says["adapters"] == "qlora:8:q_proj,v_proj"
+    recipe["peft"] = {"target_modules": ["*layers.[0-9]*"]}
+    assert "give --adapters lora:8:all-linear" in read(recipe, tmp_path, "llama-3.1-8b").faults[0]
+
+
+@pytest.mark.parametrize("adapters", ["lora:16:all-linear", "qlora:8:q_proj,v_proj", "lora:8"])
+def test_adapters_are_written_where_they_name_layers(adapters: str) -> None:
+    setup = Setup.of(
+        replace(request("llama-3.1-8b", "automodel"), adapters=adapters),
+        ParallelConfig(dp=16, zero_stage=3, num_micro_batches=BATCH // 16),
+    )
+    export = export_setup(setup, "automodel")
+    elsewhere = (f"adapters={adapters}: the model, or its PEFT settings",) if adapters == "lora:8" else ()
+    assert export.elsewhere == elsewhere and ("peft:" in export.text) is (not elsewhere)

@@ -8,6 +8,7 @@ import pytest
 from configurations import CLUSTER, graph_of
 
 from autoplan.errors import PinError
+from autoplan.exporters import python_file
 from autoplan.exporters.door import ConfigFile, read_config
 from autoplan.exporters.python_file import read_python
 from autoplan.exporters.python_values import BY_FUNCTION
@@ -164,3 +165,16 @@ def test_a_degree_that_a_branch_decides_is_asked_for(tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(PinError, match=r"tensor_parallel_degree=degrees\(tp\) \(line 10\); .*give .*--tp "):
         read_config(path, graph=graph_of("llama-3.1-8b"), cluster=CLUSTER)
+
+
+def test_an_object_within_a_list_is_shown_by_its_expression() -> None:
+    found = body("c.train.devices = 1 if d.cuda is None else [d.cuda]", "def g(d):\n    pass\n")
+    assert "ConfigObject" not in str(found) and "d.cuda" in str(found["?train.devices"])
+
+
+def test_loops_within_called_loops_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is followed several times: 4 to the power of 15 without a limit."""
+    monkeypatch.setattr(python_file, "_STATEMENTS", 500)
+    calls = "".join(f"def f{k}(c):\n    for x in given():\n        f{k + 1}(c)\n" for k in range(15))
+    text = f"{calls}def f15(c):\n    c.train.lr = 1\ndef g(c):\n    c.train.seed = 3\n    f0(c)\n"
+    assert read_python(text, "deep.py:g")["train.seed"] == 3

@@ -157,11 +157,12 @@ def test_trainers_with_other_defaults_are_named(tmp_path: Path) -> None:
     found = read(tmp_path, "sft.yaml", f"{text}gradient_checkpointing: false\n")
     assert (found.target, found.says["recompute"]) == ("transformers", "none")
     assert found.warnings == (
-        "not read, since they are the script's own: max_length=2048 (give --seq-len), use_peft=True (give "
-        "--adapters), lora_r=16 (give --adapters)",
+        "not read, since they are the script's own: max_length=2048 (give --seq-len)",
+        "no engine is named: DistributedDataParallel, unless accelerate launch is told another (give --zero-stage)",
     )
+    assert found.says["adapters"] == "lora:16"
     with pytest.raises(PinError, match="LLaMA-Factory"):
-        read(tmp_path, "sft.yaml", "per_device_train_batch_size: 2\nbf16: true\nfinetuning_type: full\n")
+        read(tmp_path, "sft.yaml", "per_device_train_batch_size: 2\nbf16: true\ntemplate: llama3\n")
 
 
 def test_names_of_fsdp_config_may_begin_with_fsdp(tmp_path: Path) -> None:
