@@ -219,19 +219,25 @@ def _run_values(setup: Setup, zero: int, method: str | None) -> dict[str, Any]:
         "pp": c.pp > 1 and c.virtual_stages > 1,
         "cp": c.cp > 1 and (method is None or _has_ring(c)),
     }
-    once = zero in (1, 2)  # what is sent once per step
-    overlap = o.overlap_zero or not (once or (zero == 0 and c.dp * c.cp > 1 and setup.mode is Mode.FUSED))
     matmul = precision_of(setup.precision).matmul or ""
-    return {
+    return _run_values_of_zero(setup, zero) | {
         "attention": str(o.attention_in(setup.mode)),
         "overlap": sorted(name for name in o.overlap if overlaps[name]),
         "dispatcher": str(o.dispatcher if c.ep > 1 else Dispatcher.ALL_TO_ALL),
         "sequence_parallel": o.sequence_parallel or c.tp == 1,
         "fused_experts": o.fused_experts and setup.task.num_experts > 0,
         "narrow_gather": o.narrow_gather and matmul.startswith("float8") and zero > 0,
+        "reruns": str(o.reruns_in(setup.mode)) if _recomputes_whole_layers(setup) else None,
+    }
+
+
+def _run_values_of_zero(setup: Setup, zero: int) -> dict[str, Any]:
+    c, o = setup.config, setup.options
+    once = zero in (1, 2)  # what is sent once per step
+    overlap = o.overlap_zero or not (once or (zero == 0 and c.dp * c.cp > 1 and setup.mode is Mode.FUSED))
+    return {
         "overlap_zero": overlap,
         "overlap_gather": o.overlap_gather or not (overlap and once),
         "zero_by_tensor": o.zero_by_tensor and zero == 3,
         "reduce_once": o.reduce_once and zero == 3 and c.num_micro_batches > 1,
-        "reruns": str(o.reruns_in(setup.mode)) if _recomputes_whole_layers(setup) else None,
     }

@@ -44,12 +44,13 @@ def _result(
         return None if any(places) else _over_all_parts(op, inputs)
     if Trait.CAST in op.traits and inputs == (P,) and "float" in block.values[node.outputs[0]].dtype:
         return [P]  # a term of the loss: each part is rounded
-    if symbol == "s" and counts_tokens(node, block):
-        return [p[0] for p in places]
-    if symbol == "s" and not _of_a_sequence(node, op, inputs, places):
-        return None
-    if symbol == "s" and op.kind is OpKind.ATTENTION:
-        return [p[0] for p in places]
+    if symbol == "s":
+        if counts_tokens(node, block):
+            return [p[0] for p in places]
+        if not _of_a_sequence(node, op, inputs, places):
+            return None
+        if op.kind is OpKind.ATTENTION:
+            return [p[0] for p in places]
     return _split(node, block, factors, inputs, places)
 
 

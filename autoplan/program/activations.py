@@ -184,9 +184,8 @@ class _Walk:
         elif self.kernels.fused:
             self.fuse()
         elif self.kernels.fused_norms:
-            norms = Flow.of(low.statements).norms()
-            for k, step in enumerate(self.steps):
-                step.fusible = k in norms
+            for k in Flow.of(low.statements).norms():
+                self.steps[k].fusible = True
             self.fuse()
         return self._summary(inputs, first)
 

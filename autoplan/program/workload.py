@@ -273,6 +273,24 @@ def _cuts(num_units: int, crossing: Iterable[Crossing]) -> tuple[float, ...]:
     return tuple(out)
 
 
+def _kernels(
+    lowered: LoweredBlock, ops: list[OpWork], position: Mapping[int, int], op_costs: OpCosts
+) -> tuple[list[OpWork], Joined]:
+    """Return the work of operations as kernels do it, and which of them are one kernel."""
+    joined = Joined(frozenset(), frozenset())
+    if op_costs.fused:
+        joined = joined_ops(lowered, ops, position)
+        ops = fused_traffic(lowered, ops, position)
+        for k in cast_before(lowered, position):
+            if ops[k].matmul_dtype is not None:
+                ops[k] = replace(ops[k], attrs=(*ops[k].attrs, ("cast_before", True)))
+    elif op_costs.kernels.fused_norms:
+        norms = norm_kernels(lowered)
+        ops = fused_traffic(lowered, ops, position, norms)
+        joined = Joined(frozenset(), frozenset(position[k] for members in norms for k in members[:-1]))
+    return ops, joined
+
+
 def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCosts, op_works: _OpWorks) -> BlockWork:
     """Return the work of one call of a block: the sum over its statements. `op_works`: see `LoweredModel`."""
     block = lowered.block
@@ -285,17 +303,7 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
                 ops.append(_op_work(block, statement, op_costs, op_works))
             else:
                 ops.append(_copy(statement, block, op_costs))
-    joined = Joined(frozenset(), frozenset())
-    if op_costs.fused:
-        joined = joined_ops(lowered, ops, position)
-        ops = fused_traffic(lowered, ops, position)
-        for k in cast_before(lowered, position):
-            if ops[k].matmul_dtype is not None:
-                ops[k] = replace(ops[k], attrs=(*ops[k].attrs, ("cast_before", True)))
-    elif op_costs.kernels.fused_norms:
-        norms = norm_kernels(lowered)
-        ops = fused_traffic(lowered, ops, position, norms)
-        joined = Joined(frozenset(), frozenset(position[k] for members in norms for k in members[:-1]))
+    ops, joined = _kernels(lowered, ops, position, op_costs)
     sent = [_sends(statement, op_costs) for statement in lowered.statements]
     of_layout = _of_layouts(lowered, position, op_costs)
     both = [[*mine, *others] for mine, others in zip(sent, of_layout, strict=False)]
