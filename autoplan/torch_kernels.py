@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LARGEST_HEAD = 256  # flash attention on CUDA: larger head dims take another kernel
+LARGEST_DROPPED_HEAD = 128  # our kernels of attention with dropout: larger head dims go in blocks of rows
 ROW_BLOCK = 512  # queries whose scores attention holds at a time where no kernel of torch gives their log-sum-exp
 
 

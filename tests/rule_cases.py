@@ -242,9 +242,12 @@ def _attention(
     mask: str = "",
     causal: bool = True,
     scale: float | None = None,
+    p: float | None = None,
     **more: int,
 ) -> Case:
     ins = [q, k, v, *([mask] if mask else [])]
+    if p is not None:
+        return case("dropped_attention", ins, out, None, p=p, causal=causal, scale=scale, **more)
     return case("attention", ins, out, _sdpa(causal, scale, **more), causal=causal, scale=scale, **more)
 
 
@@ -275,6 +278,16 @@ ATTENTION = [
     _attention(*GQA, mask="const: b, 1, s, s"),
     _attention(
         "b, heads, s, head", "b, heads, s, head", "b, heads, s, head", "b, heads, s, head", "const: b, heads, s, s"
+    ),
+]
+
+DROPPED = [
+    _attention(*GQA, p=0.4),
+    _attention(*GQA, p=0.4, window=3),
+    _attention(*GQA, p=0.4, causal=False, mask="1, kv group, s, s", scale=0.3),
+    _attention(*GQA, p=0.4, mask="bool: b, 1, 1, s", causal=False),
+    _attention(
+        "b, heads, s, head", "b, heads, keys, head", "b, heads, keys, value", "b, heads, s, value", causal=False, p=0.1
     ),
 ]
 
@@ -402,6 +415,7 @@ CASES = [
     *BINARY,
     *PRODUCTS,
     *ATTENTION,
+    *DROPPED,
     *VIEWS,
     *CONVOLUTIONS,
     *RECURRENT,

@@ -44,7 +44,7 @@ def _result(
         return [P]  # a term of the loss: each part is rounded
     if symbol == "s" and counts_tokens(node, block):
         return [p[0] for p in places]
-    if symbol == "s" and not _of_a_sequence(node, op, inputs):
+    if symbol == "s" and not _of_a_sequence(node, op, inputs, block, factors):
         return None
     if symbol == "s" and op.kind is OpKind.ATTENTION:
         return [p[0] for p in places]
@@ -70,14 +70,19 @@ def _over_all_parts(op: OpRecord, inputs: tuple[AxisType, ...]) -> list[AxisType
     return [after] if inputs == (before,) else None
 
 
-def _of_a_sequence(node: Node, op: OpRecord, inputs: tuple[AxisType, ...]) -> bool:
+def _of_a_sequence(
+    node: Node, op: OpRecord, inputs: tuple[AxisType, ...], block: Block, factors: Mapping[str, Expr]
+) -> bool:
     """Return False for ops that need the whole sequence.
 
-    These are dropout, whose mask depends on the place in the sequence, and attention unless queries, keys and values
-    are all cut (its runtime, autoplan.runtime.context, sees the keys of all parts); then it has no mask.
+    These are dropout, whose mask depends on the place in the sequence, unless a dim is that of all tokens, and
+    attention unless queries, keys and values are all cut (its runtime, autoplan.runtime.context, sees the keys of all
+    parts); then it has no mask.
     """
     if op.kind is not OpKind.ATTENTION:
-        return not (Trait.RANDOM in op.traits and node.attrs["p"])
+        sizes = (factors[name] for dim in block.values[node.outputs[0]].dims or () for name in dim)
+        known = all(size == Expr.symbol("s") for size in sizes if "s" in size.symbols)
+        return known or not (Trait.RANDOM in op.traits and node.attrs["p"])
     beside = [each for name, each in (("documents", shard(1, 0)), ("sinks", R)) if node.attrs.get(name)]
     return inputs[3:] == tuple(beside) and set(inputs[:3]) == {shard(2, 0)}
 

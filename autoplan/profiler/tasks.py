@@ -22,8 +22,12 @@ from autoplan.program.statements import LoweredBlock, Op
 def _text(op: Op, work: OpWork, ctx: Context) -> str:
     """Return the emitted text in x0, x1, ...; a special form is measured as the plain op on its local shape."""
     if op_has(op.node.op, Trait.RANDOM):  # the same arithmetic, without asking the mesh for this rank's part
-        index = "".join(f"({size}, {size}, ()), " for size in work.inputs[0].shape)
-        return f"dropout(x0, {op.node.attrs['p']}, rng, 0, ({index}))"
+        attends = op_kind(op.node.op) is OpKind.ATTENTION
+        index = "".join(f"({size}, {size}, ()), " for size in work.inputs[0].shape[: 2 if attends else None])
+        if not attends:
+            return f"dropout(x0, {op.node.attrs['p']}, rng, 0, ({index}))"
+        shown = op_text(op, ctx, 0)
+        return f"{shown[: shown.index(', site=')]}, site=0, index=({index}))"
     if op.strategy.special is not None:
         plain = tuple(replace(c, special=None, factor=None) for c in op.strategy.choices)
         op = replace(op, strategy=replace(op.strategy, choices=plain))

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from autoplan.config.context_methods import GATHER, RING, ULYSSES, ContextMethod
 from autoplan.errors import RuleError
 from autoplan.ir.symbols import Expr
-from autoplan.ops.attention import taking_groups
+from autoplan.ops.attention import drawn_bytes, taking_groups
 from autoplan.ops.batch import counts_tokens
 from autoplan.ops.record import OpKind
-from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, extra_bytes, kept, workspace_bytes
+from autoplan.ops.saved import Form, OpFacts, SavedRule, SizesOf, TensorFacts, extra_bytes, kept, workspace_bytes
 from autoplan.ops.strides import Ints
 from autoplan.ops.table import saved_rule
 from autoplan.program.statements import Collective, LoweredBlock, Op, Pass
@@ -160,7 +160,7 @@ def saved_by(method: ContextMethod, gathered: Callable[[int], SavedRule], fused:
 
     def rule_of(f: OpFacts) -> SavedRule:
         if method.is_ring:
-            return _RING
+            return _ring_rule(method.ranks)
         if method.inner == GATHER and not fused:
             return gathered(method.ranks)
         return taking_groups(f) if fused else saved_rule(f)
@@ -181,7 +181,7 @@ def saved_by(method: ContextMethod, gathered: Callable[[int], SavedRule], fused:
         return tuple(size + sent for size in sizes)
 
     if method.ulysses == 1:
-        return _RING if method.is_ring else gathered(method.ranks)
+        return _ring_rule(method.ranks) if method.is_ring else gathered(method.ranks)
     return SavedRule((), Form.NEW, extra=extra, workspace=workspace)
 
 
@@ -194,9 +194,12 @@ def _wide(f: OpFacts) -> int:
     return max(4, DTYPE_BYTES[f.inputs[0].dtype])
 
 
-def _ring_extra(f: OpFacts) -> tuple[int, ...]:
-    q = f.inputs[0]
-    return (q.num_elements // q.shape[-1] * _wide(f),)
+def _ring_extra(ways: int) -> SizesOf:
+    def extra(f: OpFacts) -> tuple[int, ...]:
+        q = f.inputs[0]
+        return (q.num_elements // q.shape[-1] * _wide(f), *drawn_bytes(f, ways))
+
+    return extra
 
 
 def _ring_workspace(f: OpFacts) -> tuple[int, ...]:
@@ -212,9 +215,11 @@ def _ring_workspace(f: OpFacts) -> tuple[int, ...]:
 
 
 _ALL = (0, 1, 2)
-_RING = SavedRule(
-    (("x0", _ALL), ("x1", _ALL), ("x2", _ALL), ("y0", _ALL)), Form.NEW, extra=_ring_extra, workspace=_ring_workspace
-)
+
+
+def _ring_rule(ways: int) -> SavedRule:
+    kept = (("x0", _ALL), ("x1", _ALL), ("x2", _ALL), ("y0", _ALL))
+    return SavedRule(kept, Form.NEW, extra=_ring_extra(ways), workspace=_ring_workspace)
 
 
 def frozen(chosen: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -26,7 +26,7 @@ from math import prod
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import Attention, Mode
-from autoplan.ops.attention import needs_causal_mask, taking_groups, unfused_in_megatron
+from autoplan.ops.attention import drawn_bytes, needs_causal_mask, taking_groups, unfused_in_megatron
 from autoplan.ops.experts import experts_rows
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule
@@ -152,7 +152,7 @@ def _gathered_extra(ways: int) -> Callable[[OpFacts], tuple[int, ...]]:
         q, k, v = f.inputs[:3]
         width, rows = DTYPE_BYTES[q.dtype], q.num_elements // q.shape[-1]
         out = rows * v.shape[-1] * width
-        kept = (ways * (k.num_bytes + v.num_bytes), out, rows * max(4, width))
+        kept = (ways * (k.num_bytes + v.num_bytes), out, rows * max(4, width), *drawn_bytes(f, ways))
         seen = q.shape[2] * k.shape[2] * (2 * ways + 1) // 4
         return (*kept, seen * width) if needs_causal_mask(f, ways * k.shape[2]) else kept
 

@@ -118,10 +118,9 @@ OTHER_ATTENTION = [
 
 @pytest.mark.parametrize("case", spread_out(OTHER_ATTENTION, 2), ids=str)
 def test_attention_that_torch_has_no_kernel_for(case: Case) -> None:
-    """Dropout inside it makes it plain ops, with the same mask in every plan; with capped scores it is one op."""
+    """With dropout inside it is one op, with the same mask in every plan; with capped scores too."""
     ops = [n.op for b in graph_of(case.family, case.dropout).blocks.values() for n in b.nodes]
-    plain = bool(case.dropout)
-    assert ("attention" not in ops) == ("softmax" in ops) == ("dropout" in ops) == plain
+    assert ("dropped_attention" in ops) == ("attention" not in ops) == bool(case.dropout) and "softmax" not in ops
     test_matrix(case)
     if case.dropout:  # negative control: it is there
         assert reference(case)[0] != pytest.approx(reference(Case(case.family, labels=case.labels))[0], rel=1e-6)

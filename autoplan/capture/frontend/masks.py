@@ -179,14 +179,14 @@ def _attention(
     asked, (length, num_keys), documents = mask._asked, mask._lengths, mask._documents
     fits = attn_mask is mask and query.dim() == 4 and (query.shape[2], key.shape[2]) == (length, num_keys)
     unlike = documents is not None and length != num_keys
-    if not fits or unlike or dropout_p or is_causal or asked.window == 0 or (asked.added and asked.padded):
+    if not fits or unlike or is_causal or asked.window == 0 or (asked.added and asked.padded):
         mask.refuse("scaled_dot_product_attention")
     if documents is None and asked.local is None:
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=asked.causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, None, dropout_p, is_causal=asked.causal, scale=scale, enable_gqa=enable_gqa
         )
     seen = values_unseen(value, documents if asked.padded else None)
-    how = documents, None, asked.causal, scale, *(asked.local or (None, None, None)), None
+    how = documents, None, asked.causal, scale, *(asked.local or (None, None, None)), None, dropout_p
     out: torch.Tensor = torch.ops.autoplan.masked_attention(query, key, seen, *how)
     return out
 
