@@ -96,7 +96,7 @@ def attention(
         documents = None if documents is None else gathered_documents(documents, ulysses)
         sinks = None if sinks is None else heads_here(sinks, ulysses)
         if drops is not None:
-            drops = drops._replace(counters=heads_here(drops.counters.T, ulysses).T)
+            drops = drops._replace(counters=heads_here(drops.counters.T, ulysses).T.clone())
         return to_sequence(_by_keys(q, k, v, how, cut, gather, ring, documents, sinks, mask, drops), ulysses)
     return _by_keys(q, k, v, how, cut, gather, ring, documents, sinks, mask, drops)
 
