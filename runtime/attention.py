@@ -9,6 +9,7 @@ from torch.nn import functional
 from autoplan.runtime import dropout
 from autoplan.runtime.context import gathered_attention, gathered_documents, heads_here, to_heads, to_sequence
 from autoplan.runtime.in_parts import attention_in_parts
+from autoplan.runtime.key_bias import with_key_bias
 from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.parts import Pattern, same_document
 from autoplan.runtime.ring import ring_attention
@@ -36,6 +37,7 @@ def attention(
     documents: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    key_bias: torch.Tensor | None = None,
     gather: str | None = None,
     ring: str | None = None,
     ulysses: str | None = None,
@@ -64,6 +66,8 @@ def attention(
         sinks: [h], a score per head that takes part in the softmax of every query and has no value
             (``autoplan.runtime.sinks``). Needs no mask, and s == t if causal.
         softcap: scores are ``softcap * tanh(score / softcap)``; needs what sinks need.
+        key_bias: [b or 1, h or 1, 1, t], added to the scores (``autoplan.runtime.key_bias``). Of a sequence that is cut,
+            those of this rank's keys. Needs no softcap.
         gather, ring, ulysses: the axis over which the sequence is cut, and how attention sees all of it
             (``autoplan.runtime.context``). ulysses over the minor part of the axis can be combined with one of the
             others over the major part. Needs s == t and no mask.
@@ -76,6 +80,17 @@ def attention(
             sinks or softcap with an argument that they exclude, or both ring and gather.
     """
     _check_heads(q, k, v)
+    if key_bias is not None:
+        if softcap is not None:
+            raise ValueError(f"attention: softcap={softcap} with a key_bias, which would be capped, too; give a mask")
+        size = v.shape[3]
+        q, k, v, scale = with_key_bias(q, k, v, key_bias, scale)
+        out = attention(
+            q, k, v, causal=causal, scale=scale, mask=mask, dropout_p=dropout_p, rng=rng, site=site, index=index,
+            window=window, ahead=ahead, chunk=chunk, documents=documents, sinks=sinks, gather=gather, ring=ring,
+            ulysses=ulysses,
+        )  # fmt: skip
+        return out[..., :size]
     how = Pattern(causal, scale, window, ahead, chunk, softcap)
     _check_pattern(q, k, how, mask)
     _check_documents(q, documents, mask)

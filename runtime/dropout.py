@@ -295,7 +295,7 @@ def drops(
         shards = [key for factor in index if factor[2] != "batch" for key in mesh.type_axes(factor[2])]
         spmd_types.assert_type(counters, {**known, **dict.fromkeys(shards, V)})
         for counts in (queries, keys):
-            spmd_types.assert_type(counts, dict.fromkeys(known, R))
+            spmd_types.assert_type(counts, {**known, **dict.fromkeys(known, R)})
     return Drops(p, counters, queries, keys)
 
 

@@ -6,7 +6,7 @@ parts (runtime/in_parts.py), by kernels of our own on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -17,9 +17,19 @@ from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering
 from autoplan.ops.language import Labels, OpRule, Role, bind, parse
 from autoplan.ops.record import OpKind, OpRecord, Trait
-from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
+from autoplan.ops.saved import (
+    Form,
+    OpFacts,
+    SavedRule,
+    TensorFacts,
+    extra_bytes,
+    keeps,
+    kept,
+    statistics_bytes,
+    workspace_bytes,
+)
 from autoplan.ops.text import OpText
-from autoplan.torch_kernels import LARGEST_DROPPED_HEAD, LARGEST_HEAD, ROW_BLOCK, window_blocks
+from autoplan.torch_kernels import LARGEST_DROPPED_HEAD, LARGEST_HEAD, ROW_BLOCK, biased_width, window_blocks
 from autoplan.units import DTYPE_BYTES, HALF
 
 DROPPED = "dropped_attention"  # the op with dropout
@@ -53,6 +63,8 @@ def _masked_attention(a: Args) -> IrResult:
         tensors, attrs["documents"] = (*tensors, a["documents"]), True
     if a.get("sinks") is not None:
         tensors, attrs["sinks"] = (*tensors, a["sinks"]), True
+    if a.get("key_bias") is not None:
+        tensors, attrs["key_bias"] = (*tensors, a["key_bias"]), True
     attrs |= {name: a[name] for name in ("window", "ahead", "chunk", "softcap") if a.get(name) is not None}
     return _named(a, tensors, attrs)
 
@@ -81,10 +93,10 @@ def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     if node.attrs.get("sinks"):
         inputs.append(tidy((("kv", "g"),)))
         roles.append(Role.OTHER)
-    if len(inputs) < len(ins):  # additive or boolean mask, broadcast against [b, heads, s, t]
+    for mask in ins[len(inputs) :]:  # bias by key, additive or boolean mask: broadcast against [b, heads, s, t]
         names: list[Labels] = [("b",), tuple(x for x in ("kv", "g") if sizes[x].value != 1), ("s",), ("t",)]
-        skip = 4 - len(ins[3])
-        inputs.append(tuple(() if size.value == 1 else names[skip + i] for i, size in enumerate(ins[3])))
+        skip = 4 - len(mask)
+        inputs.append(tuple(() if size.value == 1 else names[skip + i] for i, size in enumerate(mask)))
         roles.append(Role.OTHER)
     return OpRule(tuple(inputs), tuple(tidy(d) for d in rule.outputs), tuple(roles), rule.whole, sizes=sizes)
 
@@ -118,6 +130,7 @@ def _as_run(f: OpFacts, num_keys: int | None = None) -> OpFacts:
     Args:
         num_keys: of the whole sequence; None: those of the input.
     """
+    f = with_columns(f)
     n = f.inputs[1].shape[2] if num_keys is None else num_keys
     window, ahead, chunk = (f.attrs.get(name) for name in ("window", "ahead", "chunk"))
     if f.attrs.get("documents") and chunk is not None:
@@ -127,6 +140,25 @@ def _as_run(f: OpFacts, num_keys: int | None = None) -> OpFacts:
     if ahead is None or ahead >= n - 1:
         window, ahead = (None, None) if window is None or window >= n else (window, ahead)
     return replace(f, attrs={**f.attrs, "window": window, "ahead": ahead, "chunk": chunk})
+
+
+BESIDE = ("documents", "sinks", "key_bias")  # attributes of inputs after queries, keys and values, in this order
+
+
+def with_columns(f: OpFacts) -> OpFacts:
+    """Return attention with a bias by key as it runs: as columns of queries and keys (runtime/key_bias.py)."""
+    if not f.attrs.get("key_bias"):
+        return f
+    q, k, v, *beside = f.inputs
+    at = sum(bool(f.attrs.get(name)) for name in BESIDE) - 1
+    times = 1 if beside[at].shape[1] == 1 else q.shape[1] // k.shape[1]
+    width = biased_width(k.shape[3], v.shape[3])
+    wide = (
+        replace(x, shape=(x.shape[0], n * x.shape[1], x.shape[2], width)) for x, n in ((q, 1), (k, times), (v, times))
+    )
+    inputs = (*wide, *beside[:at], *beside[at + 1 :])
+    outs = tuple(replace(out, shape=(*out.shape[:3], width)) for out in f.outputs)
+    return replace(f, inputs=inputs, outputs=outs, attrs={**f.attrs, "key_bias": False})
 
 
 def _is_in_parts(f: OpFacts) -> bool:
@@ -381,7 +413,7 @@ def _takes_dropped(f: OpFacts) -> bool:
 
 def has_mask(f: OpFacts) -> bool:
     """Return True for attention with a mask of its own, a tensor."""
-    return len(f.inputs) > 3 + sum(bool(f.attrs.get(name)) for name in ("documents", "sinks"))
+    return len(f.inputs) > 3 + sum(bool(f.attrs.get(name)) for name in BESIDE)
 
 
 def keys_per_query(f: OpFacts) -> float:
@@ -452,7 +484,24 @@ _IN_PARTS = keeps(_KEPT_IN_PARTS, Form.NEW, extra=_in_parts_extra, workspace=_in
 _IN_PARTS_MASKED = keeps(f"x3<0,1,2,3 {_KEPT_IN_PARTS}", Form.NEW, extra=_in_parts_extra, workspace=_in_parts_workspace)
 
 
+def biased_rule(f: OpFacts, rule_of: Callable[[OpFacts], SavedRule]) -> SavedRule:
+    """Return the rule of attention with a bias by key: it keeps its columns, and a result of their width.
+
+    Args:
+        rule_of: gives the rule of the attention that runs, on the columns.
+    """
+    inner = with_columns(f)
+    rule = rule_of(inner)
+    tensors = {f"x{i}": t for i, t in enumerate(inner.inputs)} | {"y0": inner.outputs[0]}
+    sizes = (*(tensors[name].num_bytes for name in kept(inner, rule)), *extra_bytes(inner, rule))
+    made = sum(t.num_bytes for t in inner.inputs[:3])
+    forward, backward = workspace_bytes(inner, rule)
+    return SavedRule((), Form.NEW, extra=lambda _: sizes, workspace=lambda _: (forward, backward + made))
+
+
 def _form(f: OpFacts) -> SavedRule | None:
+    if f.attrs.get("key_bias"):
+        return biased_rule(f, lambda inner: _form(inner) or PLAIN_ATTENTION)
     f = _as_run(f)
     if _is_in_parts(f):
         return _IN_PARTS_MASKED if has_mask(f) else _IN_PARTS
@@ -479,7 +528,7 @@ def taking_groups(f: OpFacts) -> SavedRule:
 
 
 def _text(t: OpText) -> str:
-    names = [name for name in ("documents", "sinks") if t.attrs.get(name)] or ["mask"]
+    names = [*(name for name in BESIDE if t.attrs.get(name)), "mask"]
     mask = "".join(f", {name}={given}" for name, given in zip(names, t.args[3:], strict=False))
     scale = t.attrs["scale"]
     more = ("window", "ahead", "chunk", "softcap")

@@ -83,7 +83,11 @@ def _of_a_sequence(
         sizes = (factors[name] for dim in block.values[node.outputs[0]].dims or () for name in dim)
         known = all(size == Expr.symbol("s") for size in sizes if "s" in size.symbols)
         return known or not (Trait.RANDOM in op.traits and node.attrs["p"])
-    beside = [each for name, each in (("documents", shard(1, 0)), ("sinks", R)) if node.attrs.get(name)]
+    beside = [
+        each
+        for name, each in (("documents", shard(1, 0)), ("sinks", R), ("key_bias", shard(3, 0)))
+        if node.attrs.get(name)
+    ]
     return inputs[3:] == tuple(beside) and set(inputs[:3]) == {shard(2, 0)}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from autoplan.config.context_methods import GATHER, RING, ULYSSES, ContextMethod
 from autoplan.errors import RuleError
@@ -19,6 +20,7 @@ from autoplan.ops.saved import Form, OpFacts, SavedRule, SizesOf, TensorFacts, e
 from autoplan.ops.strides import Ints
 from autoplan.ops.table import saved_rule
 from autoplan.program.statements import Collective, LoweredBlock, Op, Pass
+from autoplan.torch_kernels import biased_width
 from autoplan.units import DTYPE_BYTES
 
 
@@ -73,10 +75,22 @@ def _tensors(lowered: LoweredBlock, op: Op, method: ContextMethod | None = None)
     out = []
     for k, (value, layout) in enumerate(pairs):
         size, heads = lowered.elements(value, layout), lowered.shape(value, layout)[1].value
+        size = size.scale(_widened(op, k))
         if method is not None and heads is not None and k in (1, 2):
             size = size * method.repeats(heads)
         out.append(_Sent(value.name, size, value.dtype, value.requires_grad))
     return out
+
+
+def _widened(op: Op, which: int) -> Fraction:
+    """Return the width of queries, keys, values or output as they are sent, over their own.
+
+    With a bias by key they have further columns (`autoplan.runtime.key_bias`).
+    """
+    if not op.node.attrs.get("key_bias"):
+        return Fraction(1)
+    widths = [value.shape[3].value or 0 for value in op.inputs[1:3]]
+    return Fraction(biased_width(*widths), widths[0 if which < 2 else 1])
 
 
 def _as_megatron(lowered: LoweredBlock, op: Op, degree: int, regather: bool) -> Op:

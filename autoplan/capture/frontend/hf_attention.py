@@ -328,7 +328,7 @@ def _sdpa(call: _Call, decides: bool, special: _Special | None = None) -> torch.
         mask, causal = _with_bias(bias, mask, causal, (q.shape[2], k.shape[2])), False
     if documents is not None or local is not None or special is not None:
         v = values_unseen(v, documents if padded else None)
-        how = documents, sinks, causal, scaling, *(local or (None, None, None)), softcap, dropout
+        how = documents, sinks, None, causal, scaling, *(local or (None, None, None)), softcap, dropout
         masked: torch.Tensor = torch.ops.autoplan.masked_attention(q, k, v, *how)
         return masked.transpose(1, 2).contiguous()
     out = F.scaled_dot_product_attention(

@@ -17,10 +17,10 @@ def _like(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: objec
 
 _QKV = "Tensor query, Tensor key, Tensor value"
 # a token sees only its own document ([b, s]), of it the last `window` tokens and `ahead` more, or its own chunk;
-# `sinks` [h] take part in the softmax
+# `sinks` [h] take part in the softmax; `key_bias` [b or 1, h or 1, 1, t] is added to the scores
 _SEEN = (
-    "Tensor? documents, Tensor? sinks, bool causal, float? scale, SymInt? window, SymInt? ahead, SymInt? chunk, "
-    "float? softcap, float dropout_p"
+    "Tensor? documents, Tensor? sinks, Tensor? key_bias, bool causal, float? scale, SymInt? window, SymInt? ahead, "
+    "SymInt? chunk, float? softcap, float dropout_p"
 )
 marker(f"masked_attention({_QKV}, {_SEEN}) -> Tensor", _like)
 # the bias is added to the scores, and broadcastable to them
