@@ -66,8 +66,8 @@ def attention(
         sinks: [h], a score per head that takes part in the softmax of every query and has no value
             (``autoplan.runtime.sinks``). Needs no mask, and s == t if causal.
         softcap: scores are ``softcap * tanh(score / softcap)``; needs what sinks need.
-        key_bias: [b or 1, h or 1, 1, t], added to the scores (``autoplan.runtime.key_bias``). Of a sequence that is cut,
-            those of this rank's keys. Needs no softcap.
+        key_bias: [b or 1, h or 1, 1, t], added to the scores (``autoplan.runtime.key_bias``); of a sequence that is
+            cut, those of this rank's keys. Needs no softcap.
         gather, ring, ulysses: the axis over which the sequence is cut, and how attention sees all of it
             (``autoplan.runtime.context``). ulysses over the minor part of the axis can be combined with one of the
             others over the major part. Needs s == t and no mask.

@@ -293,9 +293,11 @@ def drops(
     if spmd_types.is_type_checking():
         known = spmd_types.get_local_type(rng)
         shards = [key for factor in index if factor[2] != "batch" for key in mesh.type_axes(factor[2])]
-        spmd_types.assert_type(counters, {**known, **dict.fromkeys(shards, V)})
+        types = dict(known)
+        types.update((key, V) for key in shards)
+        spmd_types.assert_type(counters, types)
         for counts in (queries, keys):
-            spmd_types.assert_type(counts, {**known, **dict.fromkeys(known, R)})
+            spmd_types.assert_type(counts, R)
     return Drops(p, counters, queries, keys)
 
 

@@ -374,11 +374,13 @@ def test_blocks_with_methods_of_their_own() -> None:
         Case("gpt-untied", cp=2, tp=2, dropout=0.25, context_method="gather"),
         Case("llama", cp=4, dropout=0.25, context_method="ulysses2xring2", num_micro_batches=2),
         pytest.param(Case("llama", cp=2, dp=2, dropout=0.25, context_method="ring"), marks=pytest.mark.slow),
+        Case("bloom", cp=2, tp=2, dropout=0.25, context_method="ring"),
     ],
     ids=str,
 )
-def test_dropout_over_cut_sequences(case: Case) -> None:
-    """Of tokens, whose parts tp cuts once more, and of attention's probabilities: equal to one device."""
+def test_dropout_and_alibi_over_cut_sequences(case: Case) -> None:
+    """Dropout of tokens, whose parts tp cuts once more, and of attention's probabilities; biases of keys: equal to one
+    device."""
     from parity_matrix import wanted
     from test_parity_processes import trained
 

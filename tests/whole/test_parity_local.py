@@ -111,14 +111,16 @@ def test_sliding_windows(case: Case) -> None:
 OTHER_ATTENTION = [
     Case("llama", tp=2, dp=2, dropout=0.25, labels="unequal"),
     Case("llama", tp=4, pp=2, dropout=0.25, num_micro_batches=2, recompute="full", prices="latency"),
+    Case("bloom", tp=2, dp=2, dropout=0.25, labels="unequal"),
+    Case("mpt", tp=2, pp=2, num_micro_batches=2, recompute="full"),
     Case("gemma2", tp=2, dp=2, labels="unequal"),
     Case("gemma2", tp=4, pp=2, num_micro_batches=2),
 ]
 
 
-@pytest.mark.parametrize("case", spread_out(OTHER_ATTENTION, 2), ids=str)
+@pytest.mark.parametrize("case", spread_out(OTHER_ATTENTION, 3), ids=str)
 def test_attention_that_torch_has_no_kernel_for(case: Case) -> None:
-    """With dropout inside it is one op, with the same mask in every plan; with capped scores too."""
+    """With dropout inside it is one op, with the same mask in every plan; with capped scores or ALiBi too."""
     ops = [n.op for b in graph_of(case.family, case.dropout).blocks.values() for n in b.nodes]
     assert ("dropped_attention" in ops) == ("attention" not in ops) == bool(case.dropout) and "softmax" not in ops
     test_matrix(case)

@@ -9,6 +9,7 @@ with its mask as a tensor.
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,12 +61,12 @@ class ScoresMode(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self._ledger.scores = self._pending
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *args: Any) -> None:
         self._ledger.scores = None
         self._made.clear()
-        super().__exit__(*args)
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -193,12 +194,12 @@ class PendingScores:
         mask: PendingMask,
         given: tuple[torch.Tensor, torch.Tensor],
         bias: torch.Tensor | None,
-        scale: float,
+        scale: builtins.float,
         shape: tuple[Any, ...],
         dtype: torch.dtype,
         *,
         shares: bool = False,
-        dropped: float = 0.0,
+        dropped: builtins.float = 0.0,
         flat: bool = False,
     ) -> None:
         self._how = {"shares": shares, "dropped": dropped, "flat": flat}
@@ -277,7 +278,7 @@ class PendingScores:
                 return scores @ args[1]
         return scores._use(name)
 
-    def _dropped(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> PendingScores:
+    def _dropped(self, p: builtins.float = 0.5, training: bool = True, inplace: bool = False) -> PendingScores:
         if not training or not p:
             return self
         if not self._how["shares"] or self._how["dropped"] or not math.isfinite(p):
