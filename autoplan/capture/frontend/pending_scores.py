@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 from autoplan.capture.frontend import windows  # noqa: F401  registers the ops
 from autoplan.capture.frontend.masks import HiddenPairs, Ledger, PendingMask, taken
 
+# what hides pairs: the least number of the dtype of queries, which is that of the scores or a narrower one
+_LEAST = torch.finfo(torch.float16).min
 _ADDS = frozenset(("add", "__add__", "__radd__"))
 _SCALES = frozenset(("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide"))
 _PRODUCTS = frozenset(("matmul", "__matmul__", "bmm"))
@@ -145,7 +147,7 @@ class ScoresMode(TorchFunctionMode):
         added = next((x for x in args if isinstance(x, PendingMask)), None)
         hidden = next((x for x in args if isinstance(x, HiddenPairs)), None)
         if hidden is not None and name == "masked_fill" and args[0] is scores and args[1] is hidden:
-            fits, mask = args[2] <= torch.finfo(scores.dtype).min, hidden.mask
+            fits, mask = args[2] <= _LEAST, hidden.mask
         elif added is not None and name in _ADDS and len(args) == 2:
             fits, mask = added.asked.added, added
         else:
