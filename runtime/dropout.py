@@ -23,8 +23,8 @@ from spmd_types import R, V, rules
 from autoplan.runtime.fused import one_dropout
 from autoplan.runtime.mesh import AxisMesh, current_mesh
 
-Axes = tuple[str, ...] | Literal["batch"]
-Factor = tuple[int, int, Axes] | tuple[int, int, Axes, str]
+_FactorAxes = tuple[str, ...] | Literal["batch"]
+Factor = tuple[int, int, _FactorAxes] | tuple[int, int, _FactorAxes, str]
 """(local size, global size, the axes that shard it contiguously, major to minor), or 'batch' in place of the axes. Of a
 sequence that is cut over ranks also the axis over which it is: every rank has two chunks of it
 (`autoplan.runtime.context`), and the axes shard those."""

@@ -57,7 +57,7 @@ def dropped_forward(
     b, heads, length, _ = q.shape
     out = q.new_empty(b, length, heads, v.shape[3]).transpose(1, 2)  # as the product behind it reads it
     beside = (*_given(drops, documents, mask), distances, scale, kept_below(drops.p), drops.scale)
-    lse: torch.Tensor = _kernels().forward(q, k, v, out, *beside)
+    lse: torch.Tensor = _kernels().forward_kernel(q, k, v, out, *beside)
     return out, lse
 
 
@@ -79,5 +79,5 @@ def dropped_backward(
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     beside = (*_given(drops, documents, mask), distances, scale, kept_below(drops.p), drops.scale)
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    found = _kernels().backward(grad, q, k, v, lse, delta, *beside, for_mask)
+    found = _kernels().backward_kernels(grad, q, k, v, lse, delta, *beside, for_mask)
     return found

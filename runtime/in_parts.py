@@ -19,8 +19,8 @@ from autoplan.runtime.operators import Operator, define_operators
 from autoplan.runtime.parts import (
     DROPS_ARGUMENTS,
     PATTERN_ARGUMENTS,
-    Beside,
     Documents,
+    PairInputs,
     Part,
     Pattern,
     Span,
@@ -160,9 +160,9 @@ def _beside(
     of_queries: torch.Tensor | None,
     of_keys: torch.Tensor | None,
     drops: Drops | None,
-) -> Beside:
+) -> PairInputs:
     own = None if mask is None else mask_of(mask, slice(*part.queries), slice(*part.keys))
-    return Beside(documents_in(part, of_queries, of_keys), own, drops_in(part, drops))
+    return PairInputs(documents_in(part, of_queries, of_keys), own, drops_in(part, drops))
 
 
 def _backward(

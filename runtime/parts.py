@@ -173,7 +173,7 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALVES else dtype
 
 
-class Beside(NamedTuple):
+class PairInputs(NamedTuple):
     """What stands beside the queries and keys of a part.
 
     Attributes:
@@ -187,10 +187,10 @@ class Beside(NamedTuple):
     drops: Drops | None = None
 
 
-ALONE = Beside()
+ALONE = PairInputs()
 
 
-def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, beside: Beside) -> str:
+def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, beside: PairInputs) -> str:
     """Name the fused kernel (one that gives the log-sum-exp) that takes this part; "" if none does.
 
     ``dropped`` is our own, all others are torch's.
@@ -217,7 +217,7 @@ def _head_size(kernel: str, k: torch.Tensor, v: torch.Tensor) -> int:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, beside: Beside = ALONE
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, beside: PairInputs = ALONE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one part alone.
 
@@ -257,7 +257,7 @@ def attend_backward(
     lse: torch.Tensor,
     part: Part,
     scale: float,
-    beside: Beside = ALONE,
+    beside: PairInputs = ALONE,
     for_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what one part adds to the gradients of q, k and v, given `out` and `lse` of all parts together.
@@ -365,7 +365,7 @@ def _scores(
     keys: slice,
     scale: float,
     wide: torch.dtype,
-    beside: Beside,
+    beside: PairInputs,
     sloped: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the scores of some query rows and keys, [b, kv, g, rows, keys]; -inf where a query does not see a key.
@@ -394,7 +394,7 @@ def _scores(
 
 
 def _attend_plainly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, beside: Beside
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, beside: PairInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, ends = heads_inside(q, v), []
     for rows, keys in _blocks(part, q.shape[2], k.shape[2]):
@@ -421,7 +421,7 @@ def _attend_plainly_backward(
     lse: torch.Tensor,
     part: Part,
     scale: float,
-    beside: Beside,
+    beside: PairInputs,
     for_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide, groups = lse.dtype, k.shape[1]

@@ -33,7 +33,7 @@ from autoplan.runtime.operators import Operator, define_operators
 from autoplan.runtime.parts import (
     DROPS_ARGUMENTS,
     PATTERN_ARGUMENTS,
-    Beside,
+    PairInputs,
     Part,
     Pattern,
     attend,
@@ -154,13 +154,13 @@ def _unpacked(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     return x[: k.numel()].view(k.shape), x[k.numel() :].view(v.shape)
 
 
-def _beside(ids: torch.Tensor | None, drops: Drops | None, ring: _Ring, source: int, part: Part) -> Beside:
+def _beside(ids: torch.Tensor | None, drops: Drops | None, ring: _Ring, source: int, part: Part) -> PairInputs:
     """Return what stands beside a part's queries and keys."""
     documents = None if ids is None else documents_in(part, ids[ring.index], ids[source])
     if drops is not None:
         here, there = (_chunks_of(x, i, ring.ranks) for x, i in ((drops.queries, ring.index), (drops.keys, source)))
         drops = drops_in(part, drops._replace(queries=here, keys=there))
-    return Beside(documents, drops=drops)
+    return PairInputs(documents, drops=drops)
 
 
 def _chunks_of(x: torch.Tensor, index: int, ranks: int) -> torch.Tensor:

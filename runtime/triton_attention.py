@@ -470,7 +470,7 @@ def _of_mask(mask: torch.Tensor | None, counts: torch.Tensor) -> tuple[torch.Ten
     return (mask.view(torch.uint8), strides, "seen") if mask.dtype == torch.bool else (mask, strides, "added")
 
 
-def forward(
+def forward_kernel(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -526,7 +526,7 @@ def forward(
     return lse
 
 
-def backward(
+def backward_kernels(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,

@@ -142,7 +142,7 @@ def _as_run(f: OpFacts, num_keys: int | None = None) -> OpFacts:
     return replace(f, attrs={**f.attrs, "window": window, "ahead": ahead, "chunk": chunk})
 
 
-BESIDE = ("documents", "sinks", "key_bias")  # attributes of inputs after queries, keys and values, in this order
+_BESIDE = ("documents", "sinks", "key_bias")  # attributes of inputs after queries, keys and values, in this order
 
 
 def with_columns(f: OpFacts) -> OpFacts:
@@ -150,7 +150,7 @@ def with_columns(f: OpFacts) -> OpFacts:
     if not f.attrs.get("key_bias"):
         return f
     q, k, v, *beside = f.inputs
-    at = sum(bool(f.attrs.get(name)) for name in BESIDE) - 1
+    at = sum(bool(f.attrs.get(name)) for name in _BESIDE) - 1
     times = 1 if beside[at].shape[1] == 1 else q.shape[1] // k.shape[1]
     width = biased_width(k.shape[3], v.shape[3])
     wide = (
@@ -411,9 +411,9 @@ def _takes_dropped(f: OpFacts) -> bool:
     return narrow and not f.attrs.get("softcap")
 
 
-def has_mask(f: OpFacts) -> bool:
+def _has_mask(f: OpFacts) -> bool:
     """Return True for attention with a mask of its own, a tensor."""
-    return len(f.inputs) > 3 + sum(bool(f.attrs.get(name)) for name in BESIDE)
+    return len(f.inputs) > 3 + sum(bool(f.attrs.get(name)) for name in _BESIDE)
 
 
 def keys_per_query(f: OpFacts) -> float:
@@ -504,7 +504,7 @@ def _form(f: OpFacts) -> SavedRule | None:
         return biased_rule(f, lambda inner: _form(inner) or PLAIN_ATTENTION)
     f = _as_run(f)
     if _is_in_parts(f):
-        return _IN_PARTS_MASKED if has_mask(f) else _IN_PARTS
+        return _IN_PARTS_MASKED if _has_mask(f) else _IN_PARTS
     if _is_windowed(f):
         return _WINDOWED[_has_views(f) and not _is_composed(_in_blocks(f))]
     if _is_composed(f):
@@ -528,7 +528,7 @@ def taking_groups(f: OpFacts) -> SavedRule:
 
 
 def _text(t: OpText) -> str:
-    names = [*(name for name in BESIDE if t.attrs.get(name)), "mask"]
+    names = [*(name for name in _BESIDE if t.attrs.get(name)), "mask"]
     mask = "".join(f", {name}={given}" for name, given in zip(names, t.args[3:], strict=False))
     scale = t.attrs["scale"]
     more = ("window", "ahead", "chunk", "softcap")
