@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -134,8 +134,21 @@ class PendingMask:
         raise MaskUsed(f"the model uses an attention mask by itself ({name})")
 
 
-def _operator(name: str) -> Callable[..., NoReturn]:
-    def use(self: PendingMask | HiddenPairs, *args: Any) -> NoReturn:
+# operators of tensors, each of which ends a trace
+OPERATORS = (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv and rand or ror xor rxor invert neg abs eq ne lt le gt "
+    "ge getitem setitem len iter bool float int matmul rmatmul pow rpow"
+).split()
+
+
+class _Pending(Protocol):
+    def _use(self, name: str) -> NoReturn: ...
+
+
+def ends_trace(name: str) -> Callable[..., NoReturn]:
+    """Return a method of something pending that no operation but those of attention may read."""
+
+    def use(self: _Pending, *args: Any) -> NoReturn:
         self._use(name)
 
     return use
@@ -164,12 +177,9 @@ class HiddenPairs:
         self.mask.refuse(name)
 
 
-for _name in (
-    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv and rand or ror xor rxor invert neg abs eq ne lt le gt "
-    "ge getitem setitem len iter bool float int matmul rmatmul pow rpow"
-).split():
+for _name in OPERATORS:
     for _kind in (PendingMask, HiddenPairs):
-        setattr(_kind, f"__{_name}__", _operator(f"__{_name}__"))
+        setattr(_kind, f"__{_name}__", ends_trace(f"__{_name}__"))
 for _kind in (PendingMask, HiddenPairs):
     _kind.__hash__ = object.__hash__  # type: ignore[method-assign]
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoplan.capture.frontend import windows  # noqa: F401  registers the ops
-from autoplan.capture.frontend.masks import HiddenPairs, Ledger, PendingMask, taken
+from autoplan.capture.frontend.masks import OPERATORS, HiddenPairs, Ledger, PendingMask, ends_trace, taken
 
 # what hides pairs: the least number of the dtype of queries, which is that of the scores or a narrower one
 _LEAST = torch.finfo(torch.float16).min
@@ -253,7 +253,7 @@ class PendingScores:
     def __matmul__(self, values: Any) -> torch.Tensor:
         mode, mask, (query, key), bias, scale, shape, _ = self._all
         value = mode.by_head(values, shape) if isinstance(values, torch.Tensor) else None
-        if not self._how["shares"] or value is None:
+        if not self._how["shares"] or value is None or value.dtype != query.dtype:
             self._use("matmul")
         asked, documents = taken(mask, query, key)
         how = asked.causal, scale, *(asked.local or (None, None, None)), None, self._how["dropped"]
@@ -314,6 +314,10 @@ class SpentScores:
 
 
 for _kind in (PendingScores, SpentScores):
+    for _name in OPERATORS:
+        if f"__{_name}__" not in vars(_kind):
+            setattr(_kind, f"__{_name}__", ends_trace(f"__{_name}__"))
+    _kind.__hash__ = object.__hash__  # type: ignore[method-assign]
     pytree.register_pytree_node(
         _kind, lambda scores: ([scores._mask], None), lambda children, _: SpentScores(*children)
     )
