@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LARGEST_HEAD = 256  # flash attention on CUDA: larger head dims take another kernel
+LARGEST_DROPPED_HEAD = 128  # our kernels of attention with dropout: larger head dims go in blocks of rows
 ROW_BLOCK = 512  # queries whose scores attention holds at a time where no kernel of torch gives their log-sum-exp
+
+# columns that hold the bias of keys: three numbers of 16 bits have the digits of one of 32
+BIAS_COLUMNS = 3
+_BIASED_MULTIPLE = 8  # head dims of kernels on CUDA
+
+
+def biased_width(keys: int, values: int) -> int:
+    """Return the head dim of attention with a bias by key, from those of keys and values (runtime/key_bias.py)."""
+    return -(-max(keys + BIAS_COLUMNS, values) // _BIASED_MULTIPLE) * _BIASED_MULTIPLE
 
 
 def window_blocks(window: int, ahead: int | None, length: int) -> tuple[int, int, int]:

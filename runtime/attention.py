@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import spmd_types
 import torch
 from torch.nn import functional
 
+from autoplan.runtime import dropout
 from autoplan.runtime.context import gathered_attention, gathered_documents, heads_here, to_heads, to_sequence
 from autoplan.runtime.in_parts import attention_in_parts
+from autoplan.runtime.key_bias import with_key_bias
 from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.parts import Pattern, same_document
+from autoplan.runtime.random_bits import Factor, check_random_types
 from autoplan.runtime.ring import ring_attention
 from autoplan.runtime.sdpa import choose_for, flash, sdpa
 from autoplan.torch_kernels import window_blocks
@@ -25,12 +29,16 @@ def attention(
     scale: float | None,
     mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    rng: torch.Tensor | None = None,
+    site: int = 0,
+    index: tuple[Factor, ...] = (),
     window: int | None = None,
     ahead: int | None = None,
     chunk: int | None = None,
     documents: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    key_bias: torch.Tensor | None = None,
     gather: str | None = None,
     ring: str | None = None,
     ulysses: str | None = None,
@@ -46,7 +54,10 @@ def attention(
         causal: True if query i sees keys ``0..i`` (aligned at the start, as in torch when s != t).
         scale: factor of the scores; None is ``1 / sqrt(d)``.
         mask: bool (True takes part) or additive, broadcastable to [b, h, s, t]; applied besides ``causal``.
-        dropout_p: must be 0.
+        dropout_p: probability with which a share of the softmax is dropped, and the others scaled by 1 / (1 - p); the
+            mask is that of `autoplan.runtime.dropout` on all shares, [b, h, s, t], the same in every plan.
+        rng, site: as for `dropout`; without rng (in an evaluation) nothing is dropped.
+        index: the factors of samples and heads, as for `dropout`.
         window: query i sees keys ``i - window + 1..i``; needs ``causal`` or ``ahead``, s == t and no mask.
         ahead: query i sees keys up to ``i + ahead``; needs ``window``, and not ``causal``.
         chunk: a query sees keys of its own chunk of so many tokens, the first of which begins with the sequence; needs
@@ -56,6 +67,8 @@ def attention(
         sinks: [h], a score per head that takes part in the softmax of every query and has no value
             (``autoplan.runtime.sinks``). Needs no mask, and s == t if causal.
         softcap: scores are ``softcap * tanh(score / softcap)``; needs what sinks need.
+        key_bias: [b or 1, h or 1, 1, t], added to the scores (``autoplan.runtime.key_bias``); of a sequence that is
+            cut, those of this rank's keys. Needs no softcap.
         gather, ring, ulysses: the axis over which the sequence is cut, and how attention sees all of it
             (``autoplan.runtime.context``). ulysses over the minor part of the axis can be combined with one of the
             others over the major part. Needs s == t and no mask.
@@ -64,10 +77,21 @@ def attention(
         [b, h, s, e].
 
     Raises:
-        ValueError: wrong number of dims, head counts that do not divide, dropout, a window, documents, sinks or
-            softcap with an argument that they exclude, or both ring and gather.
+        ValueError: wrong number of dims, head counts that do not divide, a rate beyond 0 to 1, a window, documents,
+            sinks or softcap with an argument that they exclude, or both ring and gather.
     """
-    _check_heads(q, k, v, dropout_p)
+    _check_heads(q, k, v)
+    if key_bias is not None:
+        if softcap is not None:
+            raise ValueError(f"attention: softcap={softcap} with a key_bias, which would be capped, too; give a mask")
+        size = v.shape[3]
+        q, k, v, scale = with_key_bias(q, k, v, key_bias, scale)
+        out = attention(
+            q, k, v, causal=causal, scale=scale, mask=mask, dropout_p=dropout_p, rng=rng, site=site, index=index,
+            window=window, ahead=ahead, chunk=chunk, documents=documents, sinks=sinks, gather=gather, ring=ring,
+            ulysses=ulysses,
+        )  # fmt: skip
+        return out[..., :size]
     how = Pattern(causal, scale, window, ahead, chunk, softcap)
     _check_pattern(q, k, how, mask)
     _check_documents(q, documents, mask)
@@ -77,34 +101,54 @@ def attention(
     for axis in cut:  # not math.prod, at which compiled blocks would break their graph
         length *= current_mesh().size(axis)
     how = how.within(length, documents is not None)
+    drops = None
+    if dropout_p and rng is not None:
+        if spmd_types.is_type_checking():
+            check_random_types("attention", q, rng, index, current_mesh())
+        num_keys = length if cut else k.shape[2]
+        drops = dropout.drops(dropout_p, rng, site, index, (q.shape[0], q.shape[1]), (length, num_keys))
     if ulysses is not None and ulysses in cut:
-        given = (to_heads(x, ulysses) for x in (q, k, v))
-        ids = None if documents is None else gathered_documents(documents, ulysses)
-        own = None if sinks is None else heads_here(sinks, ulysses)
-        out = attention(*given, **how._asdict(), documents=ids, sinks=own, gather=gather, ring=ring)
-        return to_sequence(out, ulysses)
+        q, k, v = (to_heads(x, ulysses) for x in (q, k, v))
+        documents = None if documents is None else gathered_documents(documents, ulysses)
+        sinks = None if sinks is None else heads_here(sinks, ulysses)
+        if drops is not None:
+            drops = drops._replace(counters=heads_here(drops.counters.T, ulysses).T.clone())
+        return to_sequence(_by_keys(q, k, v, how, cut, gather, ring, documents, sinks, mask, drops), ulysses)
+    return _by_keys(q, k, v, how, cut, gather, ring, documents, sinks, mask, drops)
+
+
+def _by_keys(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    how: Pattern,
+    cut: list[str],
+    gather: str | None,
+    ring: str | None,
+    documents: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    drops: dropout.Drops | None,
+) -> torch.Tensor:
+    """Attention of these heads; see `attention`. The sequence is cut over the axes of `cut` but for that of Ulysses."""
     if ring in cut:
-        return ring_attention(q, k, v, how, axis=ring, documents=documents, sinks=sinks)
+        return ring_attention(q, k, v, how, axis=ring, documents=documents, sinks=sinks, drops=drops)
     if gather in cut:
-        return gathered_attention(q, k, v, how, axis=gather, documents=documents, sinks=sinks)
-    if sinks is not None or how.in_parts:
+        return gathered_attention(q, k, v, how, axis=gather, documents=documents, sinks=sinks, drops=drops)
+    if sinks is not None or drops is not None or how.in_parts:
         both = None if documents is None else (documents, documents)
-        return attention_in_parts(q, k, v, how, sinks=sinks, documents=both)
+        own = None if mask is None else mask[(None,) * (4 - mask.ndim)]
+        return attention_in_parts(q, k, v, how, first=0, sinks=sinks, documents=both, mask=own, drops=drops)
     if how.window is not None:
         return _windowed(q, k, v, how, how.window, documents)
     if documents is not None:
         mask = same_document(documents, documents)[:, None]
-    if causal and mask is not None:  # SDPA takes one or the other
-        return sdpa(q, k, v, mask=_causal(mask, q.shape[2], k.shape[2]), scale=scale)
-    return sdpa(q, k, v, mask=mask, causal=causal, scale=scale)
+    if how.causal and mask is not None:  # SDPA takes one or the other
+        return sdpa(q, k, v, mask=_causal(mask, q.shape[2], k.shape[2]), scale=how.scale)
+    return sdpa(q, k, v, mask=mask, causal=how.causal, scale=how.scale)
 
 
-def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float) -> None:
-    if dropout_p != 0.0:
-        raise ValueError(
-            f"attention: dropout_p is {dropout_p}; the fused kernels draw their own masks, which differ between plans: "
-            "set the attention dropout of the model to 0"
-        )
+def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(
             f"attention: q, k, v need 4 dims; they have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"

@@ -82,7 +82,10 @@ def compile_blocks(
 
 
 def _attention(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `attention`, traced if the whole sequence is on this rank, else one node with what it sends inside."""
+    """Return `attention`, traced if the whole sequence is on this rank, else one node with what it sends inside.
+
+    With dropout it is one node, too: the places of its samples and heads follow from the mesh.
+    """
 
     @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
     def cut(*args: Any, **how: Any) -> torch.Tensor:
@@ -90,7 +93,8 @@ def _attention(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
     @functools.wraps(attention)
     def called(*args: Any, **how: Any) -> torch.Tensor:
-        out: torch.Tensor = (cut if any(how.get(name) is not None for name in CUTS) else attention)(*args, **how)
+        whole = all(how.get(name) is None for name in (*CUTS, "rng"))
+        out: torch.Tensor = (attention if whole else cut)(*args, **how)
         return out
 
     return called

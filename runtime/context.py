@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from autoplan.runtime import functional
+from autoplan.runtime.dropout import Drops
 from autoplan.runtime.in_parts import attention_in_parts
 from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.parts import Pattern, same_document
@@ -176,6 +177,7 @@ def gathered_attention(
     axis: str,
     documents: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    drops: Drops | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the keys of the whole sequence, which are gathered over ``axis``.
 
@@ -183,6 +185,7 @@ def gathered_attention(
         q, k, v: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them.
         documents: [b, 2 l], the documents of this rank's tokens.
         sinks: [h], one more score of every query (``autoplan.runtime.sinks``).
+        drops: dropout, of all queries and keys of the sequence.
 
     Returns:
         [b, h, 2 l, e].
@@ -191,11 +194,12 @@ def gathered_attention(
     ranks, index = mesh.size(axis), mesh.coordinate(axis)
     keys, values = (_Gather.apply(x, mesh.group(axis), ranks) for x in (k, v))  # type: ignore[no-untyped-call]
     whole = None if documents is None else gathered_documents(documents, axis)
-    in_parts = sinks is not None or how.in_parts or how.ahead is not None
+    in_parts = sinks is not None or drops is not None or how.in_parts or how.ahead is not None
     if not how.causal and how.ahead is None:
         if in_parts:
             ids = None if documents is None or whole is None else (documents, whole)
-            return attention_in_parts(q, keys, values, how, sinks=sinks, documents=ids)
+            mine = None if drops is None else drops._replace(queries=context_part(drops.queries, axis, 0))
+            return attention_in_parts(q, keys, values, how, sinks=sinks, documents=ids, drops=mine)
         same = None if documents is None or whole is None else same_document(documents, whole)[:, None]
         return sdpa(q, keys, values, mask=same, scale=how.scale)
     length = q.shape[2] // 2
@@ -207,7 +211,8 @@ def gathered_attention(
         there = keys[:, :, :seen], values[:, :, :seen]
         if in_parts:
             ids = None if own is None or whole is None else (own, whole[:, :seen])
-            out.append(attention_in_parts(chunk, *there, how, first=first, sinks=sinks, documents=ids))
+            mine = None if drops is None else drops.of(slice(first, end), slice(seen))
+            out.append(attention_in_parts(chunk, *there, how, first=first, sinks=sinks, documents=ids, drops=mine))
         else:
             out.append(_of_chunk(chunk, *there, how.scale, how.window, own, whole))
     return torch.cat(out, dim=2)

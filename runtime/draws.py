@@ -29,6 +29,7 @@ from autoplan.runtime.random_bits import (
     as_int64,
     check_factors,
     check_random_types,
+    cut_places,
     drawn,
     first_position,
     mix_,
@@ -73,7 +74,7 @@ def draw(
     if found.floating and not x.dtype.is_floating_point:
         raise TypeError(f"draw: {distribution} numbers are floating, not {x.dtype}")
     mesh = current_mesh()
-    check_factors("draw", x, rng, index, mesh)
+    check_factors("draw", x.shape, rng, index, mesh)
     out: torch.Tensor = _Draw.apply(x, rng, mesh, index, distribution, parameters, site)  # type: ignore[no-untyped-call]
     return out
 
@@ -91,7 +92,8 @@ class _Draw(torch.autograd.Function):
         site: int,
     ) -> torch.Tensor:
         state, start = stream_state(rng, site), first_position(rng, mesh, index)
-        out = numbers(distribution, parameters, state, start, index, x.dtype).reshape(x.shape)
+        cut = cut_places(mesh, index, rng.device)
+        out = numbers(distribution, parameters, state, start, index, x.dtype, cut).reshape(x.shape)
         ctx.mark_non_differentiable(out)
         return out
 
@@ -113,13 +115,14 @@ def numbers(
     start: torch.Tensor,
     index: tuple[Factor, ...],
     dtype: torch.dtype,
+    cut: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
     """Return the numbers of elements from the state of their stream on, flattened; arguments as for `drawn`."""
     make = DISTRIBUTIONS[distribution].make
     second = mix_(state + _SECOND) - state  # from the counters of one stream to those of another
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     with torch.no_grad():
-        return drawn(state, start, index, lambda counters: make(_Bits(counters, second, wide, dtype), *parameters))
+        return drawn(state, start, index, lambda each: make(_Bits(each, second, wide, dtype), *parameters), cut)
 
 
 _SECOND = as_int64(0xD1B54A32D192ED03)  # any odd constant

@@ -1,5 +1,5 @@
-"""Attention in parts that give their log-sum-exp, for which torch has no kernel: with sinks or soft-capped scores, in
-chunks, or over gathered keys in a window on both sides.
+"""Attention in parts that give their log-sum-exp, for which torch has no kernel: with dropout whose mask is alike in
+every plan, with sinks or soft-capped scores, in chunks, or over gathered keys in a window on both sides.
 
 What torch has a kernel for is computed by it, anything else in blocks of queries (`autoplan.runtime.parts`), so that
 nothing holds all scores, and the backward computes them again.
@@ -14,18 +14,24 @@ from typing import Any
 
 import torch
 
+from autoplan.runtime.dropout import Drops
 from autoplan.runtime.operators import Operator, define_operators
 from autoplan.runtime.parts import (
+    DROPS_ARGUMENTS,
     PATTERN_ARGUMENTS,
     Documents,
+    PairInputs,
     Part,
     Pattern,
     Span,
     attend,
     attend_backward,
     documents_in,
+    drops_in,
+    drops_of,
     heads_inside,
     join,
+    mask_of,
     parts_between,
     tokens_in,
     wide_of,
@@ -33,8 +39,8 @@ from autoplan.runtime.parts import (
 from autoplan.runtime.private import in_graph
 from autoplan.runtime.sinks import gradient_of_sinks, with_sinks
 
-# where the queries begin among the keys; causal, scale, window, ahead, chunk, softcap
-_How = tuple[int, bool, float, "int | None", "int | None", "int | None", "float | None"]
+# the rate of dropout; where the queries begin among the keys; causal, scale, window, ahead, chunk, softcap
+_How = tuple[float, int, bool, float, "int | None", "int | None", "int | None", "float | None"]
 
 
 def parts_of_queries(first: int, num_queries: int, num_keys: int, how: Pattern) -> tuple[Part, ...]:
@@ -54,6 +60,8 @@ def attention_in_parts(
     first: int | None = None,
     sinks: torch.Tensor | None = None,
     documents: Documents | None = None,
+    mask: torch.Tensor | None = None,
+    drops: Drops | None = None,
 ) -> torch.Tensor:
     """Attention without all scores in memory.
 
@@ -62,6 +70,8 @@ def attention_in_parts(
         first: place of the first query among the keys; None: queries end with the keys.
         sinks: [h] (`autoplan.runtime.sinks`).
         documents: [b, s] of the queries and [b, t] of the keys.
+        mask: bool (True takes part) or added to the scores, [b or 1, h or 1, s or 1, t or 1]; without sinks.
+        drops: dropout of these queries and keys.
 
     Returns:
         [b, h, s, e].
@@ -70,7 +80,8 @@ def attention_in_parts(
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
     given = k.shape[2] - q.shape[2] if first is None else first, causal, scale, *rest
     ids = documents or (None, None)
-    out: torch.Tensor = _Attention.apply(q, k, v, sinks, *ids, given)  # type: ignore[no-untyped-call]
+    p, *drawn = drops or (0.0, None, None, None)
+    out: torch.Tensor = _Attention.apply(q, k, v, sinks, mask, *ids, *drawn, (p, *given))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -82,54 +93,76 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
+        mask: torch.Tensor | None,
         of_queries: torch.Tensor | None,
         of_keys: torch.Tensor | None,
+        counters: torch.Tensor | None,
+        query_counts: torch.Tensor | None,
+        key_counts: torch.Tensor | None,
         how: _How,
     ) -> torch.Tensor:
-        function = torch.ops.autoplan_parts.forward if in_graph() else _forward
-        out, lse = function(q, k, v, of_queries, of_keys, *how)
+        function: Any = torch.ops.autoplan_parts.forward if in_graph() else _forward
+        beside = (mask, of_queries, of_keys, counters, query_counts, key_counts)
+        out: torch.Tensor
+        out, lse = function(q, k, v, *beside, *how)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
-        ctx.save_for_backward(q, k, v, sinks, of_queries, of_keys, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *beside)
         ctx.how = how
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, of_queries, of_keys, out, lse = ctx.saved_tensors
-        function = torch.ops.autoplan_parts.backward if in_graph() else _backward
-        found = function(grad, q, k, v, out, lse, of_queries, of_keys, *ctx.how)
+        q, k, v, sinks, out, lse, *beside = ctx.saved_tensors
+        function: Any = torch.ops.autoplan_parts.backward if in_graph() else _backward
+        *found, for_mask = function(grad, q, k, v, out, lse, ctx.needs_input_grad[4], *beside, *ctx.how)
         for_sinks = gradient_of_sinks(grad, out, lse, sinks) if ctx.needs_input_grad[3] else None
-        return (*found, for_sinks, None, None, None)
+        return (*found, for_sinks, for_mask if ctx.needs_input_grad[4] else None, *(None,) * 6)
 
 
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    mask: torch.Tensor | None,
     of_queries: torch.Tensor | None,
     of_keys: torch.Tensor | None,
+    counters: torch.Tensor | None,
+    query_counts: torch.Tensor | None,
+    key_counts: torch.Tensor | None,
+    p: float,
     first: int,
     *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result, [b, h, s, e], and the log-sum-exp of the scores, [b, h, s], float32 or wider."""
-    pattern = Pattern(*how)
+    pattern, drops = Pattern(*how), drops_of(p, counters, query_counts, key_counts)
     parts, wide = parts_of_queries(first, q.shape[2], k.shape[2], pattern), wide_of(q.dtype)
     if _is_whole(parts, q, k):
-        return attend(q, k, v, parts[0], how[1], documents_in(parts[0], of_queries, of_keys))
+        return attend(q, k, v, parts[0], how[1], _beside(parts[0], mask, of_queries, of_keys, drops))
     once = _are_apart([part.queries for part in parts])
     out = heads_inside(q, v, None if once else wide).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
     for part in parts:
         rows, mine, ends = (tokens_in(x, part.queries) for x in (q, out, lse))
         there, given = (tokens_in(x, part.keys) for x in (k, v))
-        found = attend(rows, there, given, part, how[1], documents_in(part, of_queries, of_keys))
+        found = attend(rows, there, given, part, how[1], _beside(part, mask, of_queries, of_keys, drops))
         if once:
             mine.copy_(found[0])
             ends.copy_(found[1])
         else:
             join(mine, ends, *found)
     return out.to(q.dtype), lse
+
+
+def _beside(
+    part: Part,
+    mask: torch.Tensor | None,
+    of_queries: torch.Tensor | None,
+    of_keys: torch.Tensor | None,
+    drops: Drops | None,
+) -> PairInputs:
+    own = None if mask is None else mask_of(mask, slice(*part.queries), slice(*part.keys))
+    return PairInputs(documents_in(part, of_queries, of_keys), own, drops_in(part, drops))
 
 
 def _backward(
@@ -139,28 +172,38 @@ def _backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    learns_mask: bool,
+    mask: torch.Tensor | None,
     of_queries: torch.Tensor | None,
     of_keys: torch.Tensor | None,
+    counters: torch.Tensor | None,
+    query_counts: torch.Tensor | None,
+    key_counts: torch.Tensor | None,
+    p: float,
     first: int,
     *how: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k, v and the mask; of the mask an empty tensor unless it `learns_mask`."""
+    drops = drops_of(p, counters, query_counts, key_counts)
     parts = parts_of_queries(first, q.shape[2], k.shape[2], Pattern(*how))
+    for_mask = torch.zeros_like(mask, dtype=lse.dtype) if learns_mask and mask is not None else None
     if _is_whole(parts, q, k):
-        same = documents_in(parts[0], of_queries, of_keys)
-        for_q, for_k, for_v = attend_backward(grad, q, k, v, out, lse, parts[0], how[1], same)
-        return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype)
-    once = [_are_apart([part.queries for part in parts])] + 2 * [_are_apart([part.keys for part in parts])]
-    summed = [torch.zeros_like(x, dtype=None if o else lse.dtype) for x, o in zip((q, k, v), once, strict=True)]
-    for part in parts:
-        arrived, rows, result, ends = (tokens_in(x, part.queries) for x in (grad, q, out, lse))
-        there, given = (tokens_in(x, part.keys) for x in (k, v))
-        same = documents_in(part, of_queries, of_keys)
-        found = attend_backward(arrived, rows, there, given, result, ends, part, how[1], same)
-        for total, span, more in zip(summed, (part.queries, part.keys, part.keys), found, strict=True):
-            tokens_in(total, span).add_(more)
-        del found, more
-    return summed[0].to(q.dtype), summed[1].to(k.dtype), summed[2].to(v.dtype)
+        beside = _beside(parts[0], mask, of_queries, of_keys, drops)
+        summed = list(attend_backward(grad, q, k, v, out, lse, parts[0], how[1], beside, for_mask))
+    else:
+        once = [_are_apart([part.queries for part in parts])] + 2 * [_are_apart([part.keys for part in parts])]
+        summed = [torch.zeros_like(x, dtype=None if o else lse.dtype) for x, o in zip((q, k, v), once, strict=True)]
+        for part in parts:
+            arrived, rows, result, ends = (tokens_in(x, part.queries) for x in (grad, q, out, lse))
+            there, given = (tokens_in(x, part.keys) for x in (k, v))
+            beside = _beside(part, mask, of_queries, of_keys, drops)
+            own = None if for_mask is None else mask_of(for_mask, slice(*part.queries), slice(*part.keys))
+            found = attend_backward(arrived, rows, there, given, result, ends, part, how[1], beside, own)
+            for total, span, more in zip(summed, (part.queries, part.keys, part.keys), found, strict=True):
+                tokens_in(total, span).add_(more)
+            del found, more
+    of_mask = q.new_empty(0) if for_mask is None or mask is None else for_mask.to(mask.dtype)
+    return summed[0].to(q.dtype), summed[1].to(k.dtype), summed[2].to(v.dtype), of_mask
 
 
 def _is_whole(parts: Sequence[Part], q: torch.Tensor, k: torch.Tensor) -> bool:
@@ -189,11 +232,22 @@ def _like_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) ->
     return heads_inside(q, v), q.new_empty(q.shape[:3], dtype=wide_of(q.dtype))
 
 
-def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+def _like_backward(
+    grad: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: Any,
+    lse: Any,
+    learns_mask: bool,
+    mask: torch.Tensor | None,
+    *_: Any,
+) -> tuple[torch.Tensor, ...]:
+    of_mask = mask.new_empty(mask.shape) if learns_mask and mask is not None else q.new_empty(0)
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), of_mask)
 
 
-_HOW = f"Tensor? of_queries, Tensor? of_keys, int first, {PATTERN_ARGUMENTS}"
+_HOW = f"Tensor? mask, Tensor? of_queries, Tensor? of_keys, {DROPS_ARGUMENTS}, int first, {PATTERN_ARGUMENTS}"
 _LIBRARY = define_operators(
     "autoplan_parts",
     (
@@ -203,8 +257,8 @@ _LIBRARY = define_operators(
             _like_forward,
         ),
         Operator(
-            "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-            f"{_HOW}) -> (Tensor, Tensor, Tensor)",
+            "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool learns_mask, "
+            f"{_HOW}) -> (Tensor, Tensor, Tensor, Tensor)",
             _run_backward,
             _like_backward,
         ),

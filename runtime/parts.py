@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from autoplan.runtime.dropout import Drops
+from autoplan.runtime.dropped_attention import adds_up, dropped_backward, dropped_forward, takes_dropped
 from autoplan.runtime.sdpa import HALVES, choose_for, multiple_of_head, padded
 from autoplan.torch_kernels import LARGEST_HEAD, ROW_BLOCK
 
@@ -57,6 +59,14 @@ class Pattern(NamedTuple):
 
 # a pattern as the last arguments of an operator, whose scale is known
 PATTERN_ARGUMENTS = "bool causal, float scale, int? window, int? ahead, int? chunk, float? softcap"
+DROPS_ARGUMENTS = "Tensor? counters, Tensor? query_counts, Tensor? key_counts, float p"  # `drops_of`
+
+
+def drops_of(
+    p: float, counters: torch.Tensor | None, queries: torch.Tensor | None, keys: torch.Tensor | None
+) -> Drops | None:
+    """Return the dropout of an operator's arguments; None without counters."""
+    return None if counters is None or queries is None or keys is None else Drops(p, counters, queries, keys)
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,11 @@ def documents_in(part: Part, of_queries: torch.Tensor | None, of_keys: torch.Ten
     return of_queries[:, part.queries[0] : part.queries[1]], of_keys[:, part.keys[0] : part.keys[1]]
 
 
+def drops_in(part: Part, drops: Drops | None) -> Drops | None:
+    """Return the dropout of a part's queries and keys."""
+    return None if drops is None else drops.of(slice(*part.queries), slice(*part.keys))
+
+
 def same_document(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Compare [b, l] with [b, t] -> [b, l, t], True where a query sees a key (``documents`` of ``attention``)."""
     return torch.where(queries < 0, ~queries, queries)[:, :, None] == keys[:, None, :]
@@ -158,9 +173,33 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALVES else dtype
 
 
-def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, same: Documents | None) -> str:
-    """Name the fused kernel of torch (one that gives the log-sum-exp) that takes this part; "" if none does."""
-    if same is not None or part.softcap is not None:
+class PairInputs(NamedTuple):
+    """What stands beside the queries and keys of a part.
+
+    Attributes:
+        documents: a query sees keys of its own document only.
+        mask: bool (True takes part) or added to the scores, [b or 1, h or 1, l or 1, t or 1].
+        drops: the dropout of the probabilities.
+    """
+
+    documents: Documents | None = None
+    mask: torch.Tensor | None = None
+    drops: Drops | None = None
+
+
+ALONE = PairInputs()
+
+
+def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, beside: PairInputs) -> str:
+    """Name the fused kernel (one that gives the log-sum-exp) that takes this part; "" if none does.
+
+    ``dropped`` is our own, all others are torch's.
+    """
+    if part.softcap is not None:
+        return ""
+    if beside.drops is not None:
+        return "dropped" if takes_dropped(q, k, v) else ""
+    if beside.mask is not None or beside.documents is not None:
         return ""
     if part.kind == "band":
         whole = part.offset == 0 and q.shape[2] == k.shape[2]
@@ -178,20 +217,21 @@ def _head_size(kernel: str, k: torch.Tensor, v: torch.Tensor) -> int:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, same: Documents | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, beside: PairInputs = ALONE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one part alone.
 
     Args:
         q: [b, h, l, d]. k: [b, kv, t, d]. v: [b, kv, t, e].
-        same: documents of queries and keys: a query sees keys of its own document only. None: no documents.
 
     Returns:
         [b, h, l, e], and the log-sum-exp of the scores, [b, h, l] (float32 for halves).
     """
-    kernel = _kernel(q, k, v, part, same)
+    kernel = _kernel(q, k, v, part, beside)
     if not kernel:
-        return _attend_plainly(q, k, v, part, scale, same)
+        return _attend_plainly(q, k, v, part, scale, beside)
+    if kernel == "dropped" and beside.drops is not None:
+        return dropped_forward(q, k, v, beside.drops, distances(part), scale, beside.documents, beside.mask)
     size, causal = _head_size(kernel, k, v), part.kind == "causal"
     given = [padded(x, size) for x in (q, k, v)]
     if kernel == "cpu":
@@ -217,12 +257,20 @@ def attend_backward(
     lse: torch.Tensor,
     part: Part,
     scale: float,
-    same: Documents | None = None,
+    beside: PairInputs = ALONE,
+    for_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what one part adds to the gradients of q, k and v, given `out` and `lse` of all parts together."""
-    kernel = _kernel(q, k, v, part, same)
-    if not kernel:
-        return _attend_plainly_backward(grad, q, k, v, out, lse, part, scale, same)
+    """Return what one part adds to the gradients of q, k and v, given `out` and `lse` of all parts together.
+
+    Args:
+        for_mask: the gradient of the mask is added to it.
+    """
+    kernel = _kernel(q, k, v, part, beside)
+    if not kernel or not adds_up(for_mask, q, k):
+        return _attend_plainly_backward(grad, q, k, v, out, lse, part, scale, beside, for_mask)
+    if kernel == "dropped" and beside.drops is not None:
+        given = beside.drops, distances(part), scale, beside.documents, beside.mask, for_mask
+        return dropped_backward(grad, q, k, v, out, lse, *given)
     size, causal = _head_size(kernel, k, v), part.kind == "causal"
     grad, q_, k_, v_, out = (padded(x, size) for x in (grad, q, k, v, out))
     if kernel == "cpu":
@@ -244,6 +292,16 @@ def attend_backward(
                 scale=scale,
             )  # fmt: skip
     return found[0][..., : q.shape[3]], found[1][..., : k.shape[3]], found[2][..., : v.shape[3]]
+
+
+def distances(part: Part) -> tuple[int, int, int] | None:
+    """Return (offset, least, end): query i sees key j if i + offset - j is at least `least` and below `end`.
+
+    None: every query sees every key.
+    """
+    if part.kind == "full":
+        return None
+    return (0, 0, 1 << 31) if part.kind == "causal" else (part.offset, -part.ahead, part.window)
 
 
 def keys_seen(part: Part, rows: slice, keys: int) -> slice:
@@ -271,6 +329,27 @@ def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
 
 
+def mask_of(mask: torch.Tensor, queries: slice, keys: slice) -> torch.Tensor:
+    """Return the mask of some queries and keys, a view."""
+    if mask.shape[2] > 1:
+        mask = mask[:, :, queries]
+    return mask[..., keys] if mask.shape[3] > 1 else mask
+
+
+def _grouped_mask(mask: torch.Tensor, groups: int) -> torch.Tensor:
+    return mask.unsqueeze(1) if mask.shape[1] == 1 else _grouped(mask, groups)
+
+
+def _dropped(drops: Drops | None, rows: slice, keys: slice, shape: torch.Size) -> torch.Tensor | None:
+    """Return the pairs of some rows and keys that are dropped, [b, kv, g, rows, keys]; None without dropout."""
+    return None if drops is None else drops.of(rows, keys).kept().logical_not_().view(shape)
+
+
+def _drop_(x: torch.Tensor, drops: Drops | None, dropped: torch.Tensor | None) -> torch.Tensor:
+    """Drop some of the probabilities, or of their gradients, in place."""
+    return x if drops is None or dropped is None else x.mul_(drops.scale).masked_fill_(dropped, 0.0)
+
+
 def _blocks(part: Part, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
     """Yield rows of queries, and the keys that they may see."""
     for first in range(0, queries, ROW_BLOCK):
@@ -286,7 +365,7 @@ def _scores(
     keys: slice,
     scale: float,
     wide: torch.dtype,
-    same: Documents | None,
+    beside: PairInputs,
     sloped: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the scores of some query rows and keys, [b, kv, g, rows, keys]; -inf where a query does not see a key.
@@ -301,24 +380,36 @@ def _scores(
         scores = scores.mul_(scale / part.softcap).tanh_()
         slope = scores.square().neg_().add_(1.0) if sloped else None
         scores = scores.mul_(part.softcap)
-    seen = _seen(part, rows, keys, q.device)
-    if same is not None:
-        own = same_document(same[0][:, rows], same[1][:, keys])[:, None, None]
+    seen, mask = _seen(part, rows, keys, q.device), beside.mask
+    if beside.documents is not None:
+        own = same_document(beside.documents[0][:, rows], beside.documents[1][:, keys])[:, None, None]
         seen = own if seen is None else own & seen
+    if mask is not None:
+        mask = _grouped_mask(mask_of(mask, rows, keys), k.shape[1])
+        if mask.dtype == torch.bool:
+            seen = mask if seen is None else mask & seen
+        else:
+            scores = scores.add_(mask)
     return scores if seen is None else scores.masked_fill_(~seen, -math.inf), slope
 
 
 def _attend_plainly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, same: Documents | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, beside: PairInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, ends = heads_inside(q, v), []
     for rows, keys in _blocks(part, q.shape[2], k.shape[2]):
-        scores, _ = _scores(q, k, part, rows, keys, scale, wide_of(q.dtype), same)
+        scores, _ = _scores(q, k, part, rows, keys, scale, wide_of(q.dtype), beside)
         lse = scores.logsumexp(-1)
-        shares = scores.sub_(lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp_()
+        shares = scores.sub_(_finite(lse).unsqueeze(-1)).exp_()
+        shares = _drop_(shares, beside.drops, _dropped(beside.drops, rows, keys, shares.shape))
         out[:, :, rows] = (shares.to(v.dtype) @ v[:, :, keys].unsqueeze(2)).flatten(1, 2)
         ends.append(lse.flatten(1, 2))
     return out, torch.cat(ends, 2)
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    """Return 0 for queries that see no key."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def _attend_plainly_backward(
@@ -330,20 +421,32 @@ def _attend_plainly_backward(
     lse: torch.Tensor,
     part: Part,
     scale: float,
-    same: Documents | None,
+    beside: PairInputs,
+    for_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide, groups = lse.dtype, k.shape[1]
     for_q, for_k, for_v = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    delta = (grad.to(wide) * out.to(wide)).sum(-1)
+    delta, lse = (grad.to(wide) * out.to(wide)).sum(-1), _finite(lse)
     for rows, keys in _blocks(part, q.shape[2], k.shape[2]):
-        scores, slope = _scores(q, k, part, rows, keys, scale, wide, same, sloped=True)
+        scores, slope = _scores(q, k, part, rows, keys, scale, wide, beside, sloped=True)
         shares = scores.sub_(_grouped(lse[:, :, rows], groups).unsqueeze(-1)).exp_()
         arrived = _grouped(grad[:, :, rows], groups)
-        for_v[:, :, keys] += (shares.to(grad.dtype).mT @ arrived).sum(2)
         of_shares = (arrived @ v[:, :, keys].unsqueeze(2).mT).to(wide)
+        dropped = _dropped(beside.drops, rows, keys, shares.shape)
+        read = shares if dropped is None else _drop_(shares.clone(), beside.drops, dropped)
+        for_v[:, :, keys] += (read.to(grad.dtype).mT @ arrived).sum(2)
+        of_shares = _drop_(of_shares, beside.drops, dropped)
         of_shares -= _grouped(delta[:, :, rows], groups).unsqueeze(-1)
-        of_scores = of_shares.mul_(shares).mul_(scale)
+        of_scores = of_shares.mul_(shares)
+        if for_mask is not None:
+            _add_summed(mask_of(for_mask, rows, keys), of_scores.flatten(1, 2))
+        of_scores = of_scores.mul_(scale)
         of_scores = (of_scores if slope is None else of_scores.mul_(slope)).to(q.dtype)
         for_q.append((of_scores @ k[:, :, keys].unsqueeze(2)).flatten(1, 2))
         for_k[:, :, keys] += (of_scores.mT @ _grouped(q[:, :, rows], groups)).sum(2)
     return torch.cat(for_q, 2), for_k, for_v
+
+
+def _add_summed(total: torch.Tensor, found: torch.Tensor) -> None:
+    """Add [b, h, rows, keys] to a total that may have size 1 in some of the dims."""
+    total.add_(found.sum_to_size(total.shape))

@@ -27,16 +27,20 @@ import torch
 import torch.distributed as dist
 
 from autoplan.runtime import functional
+from autoplan.runtime.dropout import Drops
 from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.operators import Operator, define_operators
 from autoplan.runtime.parts import (
+    DROPS_ARGUMENTS,
     PATTERN_ARGUMENTS,
-    Documents,
+    PairInputs,
     Part,
     Pattern,
     attend,
     attend_backward,
     documents_in,
+    drops_in,
+    drops_of,
     heads_inside,
     join,
     parts_between,
@@ -75,6 +79,7 @@ def ring_attention(
     axis: str,
     documents: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    drops: Drops | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the keys of the whole sequence, which come around the ring of ``axis``.
 
@@ -83,6 +88,7 @@ def ring_attention(
         k: [b, kv, 2 l, d]; v: [b, kv, 2 l, e]; kv a divisor of h.
         documents: [b, 2 l], the documents of this rank's tokens.
         sinks: [h], one more score of every query (``autoplan.runtime.sinks``).
+        drops: dropout, of all queries and keys of the sequence.
 
     Returns:
         [b, h, 2 l, e].
@@ -91,7 +97,8 @@ def ring_attention(
     ring = _Ring(mesh.group(axis), mesh.size(axis), mesh.coordinate(axis))
     known = how._replace(scale=1.0 / math.sqrt(q.shape[-1])) if how.scale is None else how
     ids = None if documents is None else gathered(documents, ring.group, ring.ranks)
-    out: torch.Tensor = _RingAttention.apply(q, k, v, sinks, ids, (ring, *known))  # type: ignore[no-untyped-call]
+    p, *drawn = drops or (0.0, None, None, None)
+    out: torch.Tensor = _RingAttention.apply(q, k, v, sinks, ids, *drawn, (ring, p, *known))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -147,9 +154,19 @@ def _unpacked(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     return x[: k.numel()].view(k.shape), x[k.numel() :].view(v.shape)
 
 
-def _documents(ids: torch.Tensor | None, ring: _Ring, source: int, part: Part) -> Documents | None:
-    """Return the documents of a part's queries and keys."""
-    return None if ids is None else documents_in(part, ids[ring.index], ids[source])
+def _beside(ids: torch.Tensor | None, drops: Drops | None, ring: _Ring, source: int, part: Part) -> PairInputs:
+    """Return what stands beside a part's queries and keys."""
+    documents = None if ids is None else documents_in(part, ids[ring.index], ids[source])
+    if drops is not None:
+        here, there = (_chunks_of(x, i, ring.ranks) for x, i in ((drops.queries, ring.index), (drops.keys, source)))
+        drops = drops_in(part, drops._replace(queries=here, keys=there))
+    return PairInputs(documents, drops=drops)
+
+
+def _chunks_of(x: torch.Tensor, index: int, ranks: int) -> torch.Tensor:
+    """Return the two chunks of rank `index` of a sequence."""
+    chunks = x.chunk(2 * ranks)
+    return torch.cat((chunks[index], chunks[-1 - index]))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -161,25 +178,29 @@ class _RingAttention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
         ids: torch.Tensor | None,
+        counters: torch.Tensor | None,
+        query_counts: torch.Tensor | None,
+        key_counts: torch.Tensor | None,
         how: tuple[Any, ...],
     ) -> torch.Tensor:
-        result, lse = _operator("forward", q, k, v, ids, how) if in_graph() else _forward(q, k, v, ids, *how)
+        beside = (ids, counters, query_counts, key_counts)
+        result, lse = _operator("forward", q, k, v, *beside, how) if in_graph() else _forward(q, k, v, *beside, *how)
         if sinks is not None:
             result, lse = with_sinks(result, lse, sinks)
-        ctx.save_for_backward(q, k, v, sinks, result, lse, ids)
+        ctx.save_for_backward(q, k, v, sinks, result, lse, *beside)
         ctx.how = how
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, out, lse, ids = ctx.saved_tensors
+        q, k, v, sinks, out, lse, *beside = ctx.saved_tensors
         back = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         if in_graph():
-            found = _operator("backward", grad, q, k, v, out, lse, ids, back, ctx.how)
+            found = _operator("backward", grad, q, k, v, out, lse, back, *beside, ctx.how)
         else:
-            found = _backward(grad, q, k, v, out, lse, ids, back, *ctx.how)
+            found = _backward(grad, q, k, v, out, lse, back, *beside, *ctx.how)
         for_sinks = gradient_of_sinks(grad, out, lse, sinks) if ctx.needs_input_grad[3] else None
-        return (*found, for_sinks, None, None)
+        return (*found, for_sinks, *(None,) * 5)
 
 
 def _forward(
@@ -187,11 +208,15 @@ def _forward(
     k: torch.Tensor,
     v: torch.Tensor,
     ids: torch.Tensor | None,
+    counters: torch.Tensor | None,
+    query_counts: torch.Tensor | None,
+    key_counts: torch.Tensor | None,
     ring: _Ring,
+    p: float,
     *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result, [b, h, 2 l, e], and the log-sum-exp of all scores, [b, h, 2 l], float32 or wider."""
-    length = q.shape[2] // 2
+    length, drops = q.shape[2] // 2, drops_of(p, counters, query_counts, key_counts)
     wide = wide_of(q.dtype)
     out = heads_inside(q, v, wide).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
@@ -200,8 +225,8 @@ def _forward(
         for part in parts_of(ring.index, source, ring.ranks, length, Pattern(*how)):
             rows, mine, ends = (tokens_in(x, part.queries) for x in (q, out, lse))
             there, given = (tokens_in(x, part.keys) for x in (keys, values))
-            same = _documents(ids, ring, source, part)
-            join(mine, ends, *attend(rows, there, given, part, how[1], same))
+            beside = _beside(ids, drops, ring, source, part)
+            join(mine, ends, *attend(rows, there, given, part, how[1], beside))
     return out.to(q.dtype), lse
 
 
@@ -212,13 +237,17 @@ def _backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    ids: torch.Tensor | None,
     back: bool,
+    ids: torch.Tensor | None,
+    counters: torch.Tensor | None,
+    query_counts: torch.Tensor | None,
+    key_counts: torch.Tensor | None,
     ring: _Ring,
+    p: float,
     *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v. Not `back`: those of k and v are not needed, and not summed over ranks."""
-    length = q.shape[2] // 2
+    length, drops = q.shape[2] // 2, drops_of(p, counters, query_counts, key_counts)
     wide = lse.dtype
     for_q = torch.zeros_like(q, dtype=wide)
     own = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)  # gradients of own keys and values
@@ -231,8 +260,8 @@ def _backward(
         for part in parts_of(ring.index, source, ring.ranks, length, Pattern(*how)):
             arrived, rows, result, ends = (tokens_in(x, part.queries) for x in (grad, q, out, lse))
             there, given = (tokens_in(x, part.keys) for x in (keys, values))
-            same = _documents(ids, ring, source, part)
-            found = attend_backward(arrived, rows, there, given, result, ends, part, how[1], same)
+            beside = _beside(ids, drops, ring, source, part)
+            found = attend_backward(arrived, rows, there, given, result, ends, part, how[1], beside)
             tokens_in(for_q, part.queries).add_(found[0])
             tokens_in(for_k, part.keys).add_(found[1])
             tokens_in(for_v, part.keys).add_(found[2])
@@ -265,12 +294,14 @@ def _ring_of(name: str, index: int) -> _Ring:
     return _Ring(group, dist.get_world_size(group), index)
 
 
-def _run_forward(q: Any, k: Any, v: Any, ids: Any, group: str, index: int, *how: Any) -> Any:
-    return _forward(q, k, v, ids, _ring_of(group, index), *how)
+def _run_forward(*args: Any) -> Any:
+    tensors, (group, index, *how) = args[:7], args[7:]
+    given: tuple[Any, ...] = (*tensors, _ring_of(group, index), *how)
+    return _forward(*given)
 
 
 def _run_backward(*args: Any) -> Any:
-    tensors, (group, index, *how) = args[:8], args[8:]
+    tensors, (group, index, *how) = args[:11], args[11:]
     given: tuple[Any, ...] = (*tensors, _ring_of(group, index), *how)
     for_q, for_k, for_v = _backward(*given)
     return for_q, for_k.clone(), for_v.clone()  # an operator's results share no memory
@@ -284,18 +315,20 @@ def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_HOW = f"str group, int index, {PATTERN_ARGUMENTS}"
+_COUNTS, _, _RATE = DROPS_ARGUMENTS.rpartition(", ")
+_BESIDE = f"Tensor? ids, {_COUNTS}"
+_HOW = f"str group, int index, {_RATE}, {PATTERN_ARGUMENTS}"
 _LIBRARY = define_operators(
     "autoplan_ring",
     (
         Operator(
-            f"forward(Tensor q, Tensor k, Tensor v, Tensor? ids, {_HOW}) -> (Tensor, Tensor)",
+            f"forward(Tensor q, Tensor k, Tensor v, {_BESIDE}, {_HOW}) -> (Tensor, Tensor)",
             _run_forward,
             _like_forward,
         ),
         Operator(
-            "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? ids, bool back, "
-            f"{_HOW}) -> (Tensor, Tensor, Tensor)",
+            "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool back, "
+            f"{_BESIDE}, {_HOW}) -> (Tensor, Tensor, Tensor)",
             _run_backward,
             _like_backward,
         ),

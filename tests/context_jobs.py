@@ -11,6 +11,12 @@ from autoplan.runtime.context import context_part
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 
 
+def drawn(heads: int) -> dict[str, Any]:
+    """Arguments by which attention of two samples finds its mask."""
+    index = ((2, 2, "batch"), (heads, heads, ()))
+    return {"rng": torch.tensor([3, 5, 7]), "site": 11, "index": index}
+
+
 def attention_job(
     rank: int,
     world: int,
@@ -25,7 +31,7 @@ def attention_job(
     Args:
         axes: of the mesh; those of the cut sequence, product ``cp``.
         how: keywords of ``attention``.
-        pattern: ``causal``, windows and chunks.
+        pattern: ``causal``, windows, chunks and the rate of dropout.
         sizes: sequence, query heads, key-value heads, head dims of keys and of values.
     """
     s, heads, groups, d, e = sizes
@@ -37,18 +43,20 @@ def attention_job(
     )
     mesh = AxisMesh(axes, {"cp": [name for name, _ in axes]} if len(axes) > 1 else {}, device_type="cpu")
     whole = [x.double().clone().requires_grad_() for x in (q, k, v)]
-    want = attention(*whole, **pattern, scale=0.3)
+    given = {**pattern, "scale": 0.3, **drawn(heads)}
+    with use_mesh(AxisMesh([("alone", world)], {}, device_type="cpu")):
+        want = attention(*whole, **given)
     want.backward(grad.double())
     with use_mesh(mesh):
         mine = [context_part(x, "cp", 2).clone().requires_grad_() for x in (q, k, v)]
-        got = attention(*mine, **pattern, scale=0.3, **how)
+        got = attention(*mine, **given, **how)
         got.backward(context_part(grad, "cp", 2))
         pairs = [(got.detach(), want.detach()), *((m.grad, w.grad) for m, w in zip(mine, whole, strict=True))]
         return tuple((a.double() - context_part(b, "cp", 2)).abs().max().item() for a, b in pairs)  # type: ignore[return-value]
 
 
 def saved_job(
-    rank: int, world: int, axes: tuple[tuple[str, int], ...], how: dict[str, str], sizes: tuple[int, ...]
+    rank: int, world: int, axes: tuple[tuple[str, int], ...], how: dict[str, str], sizes: tuple[int, ...], p: float
 ) -> int:
     """Bytes that autograd is given of one causal attention, every storage once."""
     s, heads, groups, d, e = sizes
@@ -61,6 +69,8 @@ def saved_job(
         return x
 
     with use_mesh(mesh), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = attention(*(x.requires_grad_() for x in (q, k, v)), causal=True, scale=None, **how)
+        out = attention(
+            *(x.requires_grad_() for x in (q, k, v)), causal=True, scale=None, dropout_p=p, **drawn(heads), **how
+        )
     out.sum().backward()
     return sum(storage.nbytes() for storage in seen.values())

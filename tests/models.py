@@ -137,6 +137,25 @@ def make_gemma2(seed: int = 0, **kwargs: Any) -> nn.Module:
     return model
 
 
+def make_bloom(dropout: float = 0.0) -> nn.Module:
+    """A small BLOOM, with ALiBi: its file writes attention out."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    settings = {"attention_dropout": dropout, "hidden_dropout": dropout, "bos_token_id": 1, "eos_token_id": 2}
+    model: nn.Module = BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4, **settings))
+    return model
+
+
+def make_mpt() -> nn.Module:
+    """A small MPT, with ALiBi made for the longest sequence."""
+    from transformers import MptConfig, MptForCausalLM
+
+    torch.manual_seed(0)
+    model: nn.Module = MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=96))
+    return model
+
+
 def token_batch(batch: int, seq: int, seed: int = 1, vocab: int = 96, ignore: float = 0.0) -> dict[str, torch.Tensor]:
     """Random tokens and labels; a share `ignore` of the labels is -100."""
     g = torch.Generator().manual_seed(seed)

@@ -172,6 +172,8 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
         return SPECIAL_ATTENTION[family.split("-")[0]]()
     if family == "gemma2":
         return models.make_gemma2()
+    if family in ("bloom", "mpt"):
+        return models.make_bloom(dropout) if family == "bloom" else models.make_mpt()
     if family.startswith("llama"):
         model = models.make_llama(tie_word_embeddings=family == "llama-tied", attention_dropout=dropout)
         if family == "llama-frozen":

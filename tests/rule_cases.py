@@ -216,8 +216,9 @@ def _sdpa(
     window: int | None = None,
     ahead: int | None = None,
     chunk: int | None = None,
+    key_bias: bool = False,
 ) -> Callable[..., torch.Tensor]:
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
         """Attention written out: no fused kernel, heads repeated."""
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) * (scale if scale is not None else q.shape[-1] ** -0.5)
@@ -230,7 +231,7 @@ def _sdpa(
         if chunk is not None:
             numbers = torch.arange(scores.shape[-1]) // chunk
             scores = scores.masked_fill(numbers[:, None] != numbers, float("-inf"))
-        if mask is not None:
+        for mask in masks:
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         return scores.softmax(-1) @ v
 
@@ -245,9 +246,15 @@ def _attention(
     mask: str = "",
     causal: bool = True,
     scale: float | None = None,
+    p: float | None = None,
+    key_bias: str = "",
     **more: int,
 ) -> Case:
-    ins = [q, k, v, *([mask] if mask else [])]
+    ins = [q, k, v, *([key_bias] if key_bias else []), *([mask] if mask else [])]
+    if key_bias:
+        more["key_bias"] = True
+    if p is not None:
+        return case("dropped_attention", ins, out, None, p=p, causal=causal, scale=scale, **more)
     return case("attention", ins, out, _sdpa(causal, scale, **more), causal=causal, scale=scale, **more)
 
 
@@ -278,6 +285,27 @@ ATTENTION = [
     _attention(*GQA, mask="const: b, 1, s, s"),
     _attention(
         "b, heads, s, head", "b, heads, s, head", "b, heads, s, head", "b, heads, s, head", "const: b, heads, s, s"
+    ),
+    _attention(*GQA, key_bias="const: 1, kv group, 1, s"),
+    _attention(*GQA, key_bias="b, 1, 1, s", window=3, scale=0.3),
+    _attention(
+        "b, heads, s, head",
+        "b, heads, s, head",
+        "b, heads, s, value",
+        "b, heads, s, value",
+        key_bias="const: b, heads, 1, s",
+        mask="const: s, s",
+        causal=False,
+    ),
+]
+
+DROPPED = [
+    _attention(*GQA, p=0.4),
+    _attention(*GQA, p=0.4, window=3),
+    _attention(*GQA, p=0.4, causal=False, mask="1, kv group, s, s", scale=0.3),
+    _attention(*GQA, p=0.4, mask="bool: b, 1, 1, s", causal=False),
+    _attention(
+        "b, heads, s, head", "b, heads, keys, head", "b, heads, keys, value", "b, heads, s, value", causal=False, p=0.1
     ),
 ]
 
@@ -405,6 +433,7 @@ CASES = [
     *BINARY,
     *PRODUCTS,
     *ATTENTION,
+    *DROPPED,
     *VIEWS,
     *CONVOLUTIONS,
     *RECURRENT,

@@ -324,12 +324,11 @@ def _is_written_out(
 ) -> bool:
     """Return True for attention whose numbers depend on the kernel, and which torch computes by single operations.
 
-    With dropout a fused kernel draws a mask of its own, which differs between plans. Where an additive mask hides all
-    keys of a query by large numbers, fused kernels have other gradients: torch takes none of them if it broadcasts keys
-    over the heads, but a rank with as many query heads as key heads would.
+    Where an additive mask hides all keys of a query by large numbers, fused kernels have other gradients: torch takes
+    none of them if it broadcasts keys over the heads, but a rank with as many query heads as key heads would.
     """
     broadcast = not enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3]
-    return dropout_p > 0 or (broadcast and attn_mask is not None and attn_mask.is_floating_point())
+    return broadcast and attn_mask is not None and attn_mask.is_floating_point()
 
 
 def _repeats(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> bool:

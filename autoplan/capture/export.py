@@ -42,6 +42,7 @@ from autoplan.capture.frontend.lengths import length_symbols, target_inputs
 from autoplan.capture.frontend.lengths_held import Lengths
 from autoplan.capture.frontend.masks import Ledger
 from autoplan.capture.frontend.own_backward import checked_backwards, refuse_gradient_hooks
+from autoplan.capture.frontend.pending_scores import ScoresMode
 from autoplan.capture.frontend.recurrences import find_scans
 from autoplan.capture.frontend.recurrent import capture_recurrent
 from autoplan.capture.frontend.rehearsal import rehearse_capture
@@ -306,6 +307,8 @@ def _patched(
                 stack.enter_context(make())
             stack.enter_context(no_moves())
             stack.enter_context(state_refused(model, wrapper.counters))
+            if holds_hf_model(model):
+                stack.enter_context(ScoresMode(ledger))
             yield
 
     with ExitStack() as stack:

@@ -70,25 +70,32 @@ def _types(value: Value, layout: Layout, ctx: Context) -> str:
 
 
 def _over(op: Op, ctx: Context, site: int) -> str:
-    """Return the axes that an op works over, as arguments of its function; for what draws, the parts of its output."""
-    if op_has(op.node.op, Trait.RANDOM):
-        return _drawn_parts(op, ctx, site)
+    """Return the axes that an op works over, as arguments of its function.
+
+    For one that draws numbers also its number in its block, and the parts of what it draws: of its output, or of the
+    samples and heads of attention.
+    """
+    draws = op_has(op.node.op, Trait.RANDOM)
+    if draws and op_kind(op.node.op) is not OpKind.ATTENTION:
+        return f"self.site + {site}, {_parts_text(op.values[0], op.strategy.outputs[0], ctx)}"
     special = repr(ctx.axis(range(len(ctx.axes)))) if op.strategy.special else ""
     if op_kind(op.node.op) not in _KEYWORDS:
         return special or "".join(repr(axis) for _, axis in op.over)
     given = [("axes", special)] if special else []
-    return "".join(f", {name}={axis}" for name, axis in (*given, *((name, repr(axis)) for name, axis in op.over)))
+    if draws:
+        heads = _parts_text(op.inputs[0], op.strategy.inputs[0], ctx, dims=2)
+        given += [("site", f"self.site + {site}"), ("index", heads)]
+    return "".join(f", {name}={text}" for name, text in (*given, *((name, repr(axis)) for name, axis in op.over)))
 
 
 _KEYWORDS = frozenset((OpKind.ATTENTION, OpKind.EXPERTS))  # their functions take the axes by keyword
 
 
-def _drawn_parts(op: Op, ctx: Context, site: int) -> str:
-    """Return the number of this draw in its block, and of each factor its local and whole size and its axes."""
-    value, layout = op.values[0], op.strategy.outputs[0]
+def _parts_text(value: Value, layout: Layout, ctx: Context, dims: int | None = None) -> str:
+    """Return of each factor of the first dims its sizes, local and whole, and its axes: `Factor` of random_bits.py."""
     local = local_factors(value, layout, ctx.factors, ctx.axes)
     entries = []
-    for i, dim in enumerate(value.dims or ()):
+    for i, dim in enumerate((value.dims or ())[:dims]):
         for j, factor in enumerate(dim):
             size = ctx.factors[factor]
             axes = tuple(
@@ -96,9 +103,11 @@ def _drawn_parts(op: Op, ctx: Context, site: int) -> str:
                 for a, kind in zip(ctx.axes, layout, strict=True)
                 if kind.is_shard and (kind.dim, kind.factor) == (i, j)
             )
-            mark = "'batch'" if size == Expr.symbol("b") else repr(axes)
-            entries.append(f"({py(local[i][j])}, {py(size)}, {mark})")
-    return f"self.site + {site}, ({''.join(f'{entry}, ' for entry in entries).rstrip()})"
+            mark, cut = "'batch'" if size == Expr.symbol("b") else repr(axes), ""
+            if size == Expr.symbol("s") and ctx.parts.get("s", 1) > 1:
+                size, cut = ctx.whole(size), ", 'cp'"
+            entries.append(f"({py(local[i][j])}, {py(size)}, {mark}{cut})")
+    return f"({''.join(f'{entry}, ' for entry in entries).rstrip()})"
 
 
 def _num_partial(op: Op, ctx: Context) -> int:

@@ -1,34 +1,59 @@
-"""Record of attention: scaled dot products, with masks, documents, sliding windows, chunks."""
+"""Records of attention: scaled dot products, with masks, documents, sliding windows, chunks; with dropout, too.
+
+Attention with dropout of its probabilities is an op of its own: its mask has a place in the program, and it runs in
+parts (runtime/in_parts.py), by kernels of our own on a GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from autoplan.errors import FormError, RuleError
+from autoplan.errors import RuleError
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr, Shape
-from autoplan.ops.arguments import Args, IrOp, IrResult, by_name
+from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering
 from autoplan.ops.language import Labels, OpRule, Role, bind, parse
 from autoplan.ops.record import OpKind, OpRecord, Trait
-from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
+from autoplan.ops.saved import (
+    Form,
+    OpFacts,
+    SavedRule,
+    TensorFacts,
+    extra_bytes,
+    keeps,
+    kept,
+    statistics_bytes,
+    workspace_bytes,
+)
 from autoplan.ops.text import OpText
-from autoplan.torch_kernels import LARGEST_HEAD, ROW_BLOCK, window_blocks
+from autoplan.torch_kernels import LARGEST_DROPPED_HEAD, LARGEST_HEAD, ROW_BLOCK, biased_width, window_blocks
 from autoplan.units import DTYPE_BYTES, HALF
+
+DROPPED = "dropped_attention"  # the op with dropout
 
 # -- capture -----------------------------------------------------------------------------------------------------------
 
 
+def _named(a: Args, tensors: tuple[str | None, ...], attrs: dict[str, Any]) -> IrResult:
+    """Return attention, with dropout if there is any."""
+    if p := float(a.get("dropout_p") or 0.0):
+        return IrOp(DROPPED, tensors, {"p": p, **attrs})
+    return IrOp("attention", tensors, attrs)
+
+
 def _arguments(a: Args) -> IrResult:
-    if a.get("dropout_p", 0.0):  # a fused kernel draws its own mask, which differs between plans
-        raise FormError(f"attention with dropout_p={a['dropout_p']} is not one op")
     tensors: tuple[str | None, ...] = (a["query"], a["key"], a["value"])
     if a.get("attn_mask") is not None:
         tensors = (*tensors, a["attn_mask"])
-    attrs = {"causal": bool(a.get("is_causal", False)), "scale": a.get("scale")}
-    return IrOp("attention", tensors, attrs)
+    return _named(a, tensors, {"causal": bool(a.get("is_causal", False)), "scale": a.get("scale")})
+
+
+def _biased_attention(a: Args) -> IrResult:
+    tensors: tuple[str | None, ...] = (a["query"], a["key"], a["value"], a["bias"])
+    return _named(a, tensors, {"causal": a["causal"], "scale": a.get("scale")})
 
 
 def _masked_attention(a: Args) -> IrResult:
@@ -38,8 +63,10 @@ def _masked_attention(a: Args) -> IrResult:
         tensors, attrs["documents"] = (*tensors, a["documents"]), True
     if a.get("sinks") is not None:
         tensors, attrs["sinks"] = (*tensors, a["sinks"]), True
+    if a.get("key_bias") is not None:
+        tensors, attrs["key_bias"] = (*tensors, a["key_bias"]), True
     attrs |= {name: a[name] for name in ("window", "ahead", "chunk", "softcap") if a.get(name) is not None}
-    return IrOp("attention", tensors, attrs)
+    return _named(a, tensors, attrs)
 
 
 # -- layouts and arithmetic --------------------------------------------------------------------------------------------
@@ -66,10 +93,10 @@ def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     if node.attrs.get("sinks"):
         inputs.append(tidy((("kv", "g"),)))
         roles.append(Role.OTHER)
-    if len(inputs) < len(ins):  # additive or boolean mask, broadcast against [b, heads, s, t]
+    for mask in ins[len(inputs) :]:  # bias by key, additive or boolean mask: broadcast against [b, heads, s, t]
         names: list[Labels] = [("b",), tuple(x for x in ("kv", "g") if sizes[x].value != 1), ("s",), ("t",)]
-        skip = 4 - len(ins[3])
-        inputs.append(tuple(() if size.value == 1 else names[skip + i] for i, size in enumerate(ins[3])))
+        skip = 4 - len(mask)
+        inputs.append(tuple(() if size.value == 1 else names[skip + i] for i, size in enumerate(mask)))
         roles.append(Role.OTHER)
     return OpRule(tuple(inputs), tuple(tidy(d) for d in rule.outputs), tuple(roles), rule.whole, sizes=sizes)
 
@@ -103,6 +130,7 @@ def _as_run(f: OpFacts, num_keys: int | None = None) -> OpFacts:
     Args:
         num_keys: of the whole sequence; None: those of the input.
     """
+    f = with_columns(f)
     n = f.inputs[1].shape[2] if num_keys is None else num_keys
     window, ahead, chunk = (f.attrs.get(name) for name in ("window", "ahead", "chunk"))
     if f.attrs.get("documents") and chunk is not None:
@@ -114,9 +142,28 @@ def _as_run(f: OpFacts, num_keys: int | None = None) -> OpFacts:
     return replace(f, attrs={**f.attrs, "window": window, "ahead": ahead, "chunk": chunk})
 
 
+_BESIDE = ("documents", "sinks", "key_bias")  # attributes of inputs after queries, keys and values, in this order
+
+
+def with_columns(f: OpFacts) -> OpFacts:
+    """Return attention with a bias by key as it runs: as columns of queries and keys (runtime/key_bias.py)."""
+    if not f.attrs.get("key_bias"):
+        return f
+    q, k, v, *beside = f.inputs
+    at = sum(bool(f.attrs.get(name)) for name in _BESIDE) - 1
+    times = 1 if beside[at].shape[1] == 1 else q.shape[1] // k.shape[1]
+    width = biased_width(k.shape[3], v.shape[3])
+    wide = (
+        replace(x, shape=(x.shape[0], n * x.shape[1], x.shape[2], width)) for x, n in ((q, 1), (k, times), (v, times))
+    )
+    inputs = (*wide, *beside[:at], *beside[at + 1 :])
+    outs = tuple(replace(out, shape=(*out.shape[:3], width)) for out in f.outputs)
+    return replace(f, inputs=inputs, outputs=outs, attrs={**f.attrs, "key_bias": False})
+
+
 def _is_in_parts(f: OpFacts) -> bool:
     """Return True for attention that torch has no kernel for (runtime/in_parts.py)."""
-    return any(f.attrs.get(name) for name in ("sinks", "softcap", "chunk"))
+    return any(f.attrs.get(name) for name in ("sinks", "softcap", "chunk", "p"))
 
 
 def unfused_in_megatron(attrs: Mapping[str, Any]) -> bool:
@@ -209,6 +256,17 @@ def _is_composed(f: OpFacts) -> bool:
 
 def _learns_mask(f: OpFacts) -> bool:
     return len(f.inputs) > 3 and f.inputs[3].requires_grad and not f.attrs.get("sinks")
+
+
+def drawn_bytes(f: OpFacts, ways: int = 1) -> tuple[int, ...]:
+    """Return the bytes of the counters of a mask that is drawn, of every head, query and key; none without dropout.
+
+    Args:
+        ways: ranks that the sequence is cut over; each has the counters of all queries and keys.
+    """
+    q, k = f.inputs[:2]
+    sizes = (q.shape[0] * q.shape[1], ways * q.shape[2], ways * k.shape[2]) if f.attrs.get("p") else ()
+    return tuple(DTYPE_BYTES["int64"] * size for size in sizes)
 
 
 def _scores_bytes(f: OpFacts) -> int:
@@ -338,10 +396,24 @@ def is_in_row_blocks(f: OpFacts) -> bool:
     f = _as_run(f)
     if not _is_in_parts(f):
         return False
+    q, k, v = f.inputs[:3]
+    if f.attrs.get("p"):
+        return f.device_type == "cpu" or not _takes_dropped(f)
     if f.attrs.get("documents") or f.attrs.get("softcap") or (f.device_type == "cpu" and f.attrs["window"] is not None):
         return True
-    q, k, v = f.inputs[:3]
     return f.device_type != "cpu" and (q.dtype not in HALF or max(k.shape[3], v.shape[3]) > LARGEST_HEAD)
+
+
+def _takes_dropped(f: OpFacts) -> bool:
+    """Return True if our kernels of a GPU take attention with dropout (runtime/dropped_attention.py)."""
+    q, k, v = f.inputs[:3]
+    narrow = q.dtype in HALF and max(k.shape[3], v.shape[3]) <= LARGEST_DROPPED_HEAD
+    return narrow and not f.attrs.get("softcap")
+
+
+def _has_mask(f: OpFacts) -> bool:
+    """Return True for attention with a mask of its own, a tensor."""
+    return len(f.inputs) > 3 + sum(bool(f.attrs.get(name)) for name in _BESIDE)
 
 
 def keys_per_query(f: OpFacts) -> float:
@@ -389,17 +461,50 @@ def _in_parts_workspace(f: OpFacts) -> tuple[int, int]:
     keys = min(k.shape[2], chunk or k.shape[2])
     if f.attrs["window"] is not None:
         keys = min(keys, rows + f.attrs["window"] + (f.attrs["ahead"] or 0))
-    scores = q.shape[0] * q.shape[1] * rows * keys * statistics_bytes(q.dtype)
-    return (2 * scores, 4 * scores)
+    pairs = q.shape[0] * q.shape[1] * rows * keys
+    scores = pairs * statistics_bytes(q.dtype)
+    if not f.attrs.get("p"):
+        return (2 * scores, 4 * scores)
+    drawn = 3 * DTYPE_BYTES["int64"] * min(pairs, _DRAWN_BLOCK[f.device_type == "cpu"])
+    return (scores + pairs + max(drawn, scores), 4 * scores + pairs)
 
 
-_IN_PARTS = keeps("x0<0,1,2 x1<0,1,2 x2<0,1,2 y0<0,1,2", Form.NEW, extra=_lse, workspace=_in_parts_workspace)
+# pairs whose mask is drawn at a time, on a GPU and on the CPU (runtime/dropout.py)
+_DRAWN_BLOCK = (1 << 26, 1 << 18)
+
+
+def _in_parts_extra(f: OpFacts) -> tuple[int, ...]:
+    """Return the bytes of the log-sum-exp of every query, and of what a mask is drawn from."""
+    return (*_lse(f), *drawn_bytes(f))
+
+
+_KEPT_IN_PARTS = "x0<0,1,2 x1<0,1,2 x2<0,1,2 y0<0,1,2"
+_IN_PARTS = keeps(_KEPT_IN_PARTS, Form.NEW, extra=_in_parts_extra, workspace=_in_parts_workspace)
+# with a mask of its own, which is read again
+_IN_PARTS_MASKED = keeps(f"x3<0,1,2,3 {_KEPT_IN_PARTS}", Form.NEW, extra=_in_parts_extra, workspace=_in_parts_workspace)
+
+
+def biased_rule(f: OpFacts, rule_of: Callable[[OpFacts], SavedRule]) -> SavedRule:
+    """Return the rule of attention with a bias by key: it keeps its columns, and a result of their width.
+
+    Args:
+        rule_of: gives the rule of the attention that runs, on the columns.
+    """
+    inner = with_columns(f)
+    rule = rule_of(inner)
+    tensors = {f"x{i}": t for i, t in enumerate(inner.inputs)} | {"y0": inner.outputs[0]}
+    sizes = (*(tensors[name].num_bytes for name in kept(inner, rule)), *extra_bytes(inner, rule))
+    made = sum(t.num_bytes for t in inner.inputs[:3])
+    forward, backward = workspace_bytes(inner, rule)
+    return SavedRule((), Form.NEW, extra=lambda _: sizes, workspace=lambda _: (forward, backward + made))
 
 
 def _form(f: OpFacts) -> SavedRule | None:
+    if f.attrs.get("key_bias"):
+        return biased_rule(f, lambda inner: _form(inner) or PLAIN_ATTENTION)
     f = _as_run(f)
     if _is_in_parts(f):
-        return _IN_PARTS
+        return _IN_PARTS_MASKED if _has_mask(f) else _IN_PARTS
     if _is_windowed(f):
         return _WINDOWED[_has_views(f) and not _is_composed(_in_blocks(f))]
     if _is_composed(f):
@@ -423,31 +528,40 @@ def taking_groups(f: OpFacts) -> SavedRule:
 
 
 def _text(t: OpText) -> str:
-    names = [name for name in ("documents", "sinks") if t.attrs.get(name)] or ["mask"]
+    names = [*(name for name in _BESIDE if t.attrs.get(name)), "mask"]
     mask = "".join(f", {name}={given}" for name, given in zip(names, t.args[3:], strict=False))
     scale = t.attrs["scale"]
     more = ("window", "ahead", "chunk", "softcap")
     pattern = "".join(f", {name}={t.attrs[name]!r}" for name in more if t.attrs.get(name) is not None)
-    how = f"causal={t.attrs['causal']}, scale={scale!r}{pattern}"
+    dropped = f", dropout_p={t.attrs['p']!r}, rng=rng" if "p" in t.attrs else ""
+    how = f"causal={t.attrs['causal']}, scale={scale!r}{pattern}{dropped}"
     return f"attention({', '.join(t.args[:3])}{mask}, {how}{t.over})"
 
 
-RECORDS = (
-    OpRecord(
-        "attention",
+def _record(name: str, aten: Mapping[str, Lowering], *traits: Trait) -> OpRecord:
+    return OpRecord(
+        name,
         OpKind.ATTENTION,
         _rule,
         PLAIN_ATTENTION,
         _text,
-        {
-            "aten.scaled_dot_product_attention.default": _arguments,
-            "autoplan.masked_attention.default": _masked_attention,
-            "autoplan.biased_attention.default": by_name("attention", "query key value bias", "causal", scale=None),
-        },
+        aten,
         flops=_flops,
         saved_form=_form,
         factor_names={"kv": "kv", "g": "group", "d": "head", "e": "head"},
         variable="attended",
-        has=(Trait.RUNS_ON_DEVICE,),
+        has=(Trait.RUNS_ON_DEVICE, *traits),
+    )
+
+
+RECORDS = (
+    _record(
+        "attention",
+        {
+            "aten.scaled_dot_product_attention.default": _arguments,
+            "autoplan.masked_attention.default": _masked_attention,
+            "autoplan.biased_attention.default": _biased_attention,
+        },
     ),
+    _record(DROPPED, {}, Trait.RANDOM, Trait.DROPS),
 )

@@ -47,7 +47,7 @@ def _result(
     if symbol == "s":
         if counts_tokens(node, block):
             return [p[0] for p in places]
-        if not _of_a_sequence(node, op, inputs, places):
+        if not _of_a_sequence(node, op, inputs, block, factors):
             return None
         if op.kind is OpKind.ATTENTION:
             return [p[0] for p in places]
@@ -79,15 +79,24 @@ def _over_all_parts(op: OpRecord, inputs: tuple[AxisType, ...]) -> list[AxisType
     return [after] if inputs == (before,) else None
 
 
-def _of_a_sequence(node: Node, op: OpRecord, inputs: tuple[AxisType, ...], places: list[list[AxisType]]) -> bool:
+def _of_a_sequence(
+    node: Node, op: OpRecord, inputs: tuple[AxisType, ...], block: Block, factors: Mapping[str, Expr]
+) -> bool:
     """Return False for ops that need the whole sequence.
 
-    These are what draws by the place in the sequence, as dropout does, and attention unless queries, keys and values
-    are all cut (its runtime, autoplan.runtime.context, sees the keys of all parts); then it has no mask.
+    These are what draws by the place in the sequence, as dropout does, unless a dim is that of all tokens, and
+    attention unless queries, keys and values are all cut (its runtime, autoplan.runtime.context, sees the keys of all
+    parts); then it has no mask.
     """
     if op.kind is not OpKind.ATTENTION:
-        return Trait.RANDOM not in op.traits or not any(places) or node.attrs.get("p") == 0
-    beside = [each for name, each in (("documents", shard(1, 0)), ("sinks", R)) if node.attrs.get(name)]
+        sizes = (factors[name] for dim in block.values[node.outputs[0]].dims or () for name in dim)
+        known = all(size == Expr.symbol("s") for size in sizes if "s" in size.symbols)
+        return known or Trait.RANDOM not in op.traits or node.attrs.get("p") == 0
+    beside = [
+        each
+        for name, each in (("documents", shard(1, 0)), ("sinks", R), ("key_bias", shard(3, 0)))
+        if node.attrs.get(name)
+    ]
     return inputs[3:] == tuple(beside) and set(inputs[:3]) == {shard(2, 0)}
 
 

@@ -24,7 +24,11 @@ from autoplan.program.statements import LoweredBlock, Op
 def _text(op: Op, work: OpWork, ctx: Context) -> str:
     """Return the emitted text in x0, x1, ...; a special form is measured as the plain op on its local shape."""
     if op_has(op.node.op, Trait.RANDOM):  # the same arithmetic, without asking the mesh for this rank's part
-        index = "".join(f"({size}, {size}, ()), " for size in work.inputs[0].shape)
+        attends = op_kind(op.node.op) is OpKind.ATTENTION
+        index = "".join(f"({size}, {size}, ()), " for size in work.inputs[0].shape[: 2 if attends else None])
+        if attends:
+            shown = op_text(op, ctx, 0)
+            return f"{shown[: shown.index(', site=')]}, site=0, index=({index}))"
         emit = op_record(op.node.op).emit
         if emit is None:
             raise RuleError(f"op {op.node.op!r} draws random numbers, and its record has no text")

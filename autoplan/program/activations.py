@@ -393,7 +393,7 @@ class _Walk:
 
     def _outputs(self, op: Op, rule: SavedRule, ins: list[StoredTensor], shapes: list[Ints]) -> list[StoredTensor]:
         known = op_record(op.node.op)
-        if Trait.DROPS in known.traits and not op.node.attrs["p"]:
+        if known.kind is OpKind.ELEMENTWISE and Trait.DROPS in known.traits and not op.node.attrs["p"]:
             return [ins[0]]
         same = Trait.CAST in known.traits and self.dtype(op.inputs[0]) == self.dtype(op.values[0])
         if same or (Trait.CAST in known.traits and op.targets[0] in self.logits):

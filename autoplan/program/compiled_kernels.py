@@ -53,7 +53,7 @@ def compiled_rule(f: OpFacts, spread: bool) -> SavedRule | None:
         return replace(known, extra=_vocab_embedding_extra)
     if kind is OpKind.EXPERTS and not spread and not f.special and f.inputs[0].dtype == _IN_GRAPH:
         return replace(known, keeps=keeps("x2<0,2,3,4").keeps, extra=_experts_extra)
-    if op_has(f.op, Trait.DROPS) and f.device_type == "cpu":
+    if kind is OpKind.ELEMENTWISE and op_has(f.op, Trait.DROPS) and f.device_type == "cpu":
         return replace(known, extra=_dropout_extra)
     return None
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from autoplan.config.context_methods import GATHER, RING, ULYSSES, ContextMethod
 from autoplan.errors import RuleError
 from autoplan.ir.symbols import Expr
-from autoplan.ops.attention import taking_groups
+from autoplan.ops.attention import drawn_bytes, taking_groups
 from autoplan.ops.batch import counts_tokens
 from autoplan.ops.record import OpKind
-from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, extra_bytes, kept, workspace_bytes
+from autoplan.ops.saved import Form, OpFacts, SavedRule, SizesOf, TensorFacts, extra_bytes, kept, workspace_bytes
 from autoplan.ops.strides import Ints
 from autoplan.ops.table import saved_rule
 from autoplan.program.statements import Collective, LoweredBlock, Op, Pass
+from autoplan.torch_kernels import biased_width
 from autoplan.units import DTYPE_BYTES
 
 
@@ -73,10 +75,22 @@ def _tensors(lowered: LoweredBlock, op: Op, method: ContextMethod | None = None)
     out = []
     for k, (value, layout) in enumerate(pairs):
         size, heads = lowered.elements(value, layout), lowered.shape(value, layout)[1].value
+        size = size.scale(_widened(op, k))
         if method is not None and heads is not None and k in (1, 2):
             size = size * method.repeats(heads)
         out.append(_Sent(value.name, size, value.dtype, value.requires_grad))
     return out
+
+
+def _widened(op: Op, which: int) -> Fraction:
+    """Return the width of queries, keys, values or output as they are sent, over their own.
+
+    With a bias by key they have further columns (`autoplan.runtime.key_bias`).
+    """
+    if not op.node.attrs.get("key_bias"):
+        return Fraction(1)
+    widths = [value.shape[3].value or 0 for value in op.inputs[1:3]]
+    return Fraction(biased_width(*widths), widths[0 if which < 2 else 1])
 
 
 def _as_megatron(lowered: LoweredBlock, op: Op, degree: int, regather: bool) -> Op:
@@ -160,7 +174,7 @@ def saved_by(method: ContextMethod, gathered: Callable[[int], SavedRule], fused:
 
     def rule_of(f: OpFacts) -> SavedRule:
         if method.is_ring:
-            return _RING
+            return _ring_rule(method.ranks)
         if method.inner == GATHER and not fused:
             return gathered(method.ranks)
         return taking_groups(f) if fused else saved_rule(f)
@@ -181,7 +195,7 @@ def saved_by(method: ContextMethod, gathered: Callable[[int], SavedRule], fused:
         return tuple(size + sent for size in sizes)
 
     if method.ulysses == 1:
-        return _RING if method.is_ring else gathered(method.ranks)
+        return _ring_rule(method.ranks) if method.is_ring else gathered(method.ranks)
     return SavedRule((), Form.NEW, extra=extra, workspace=workspace)
 
 
@@ -194,9 +208,12 @@ def _wide(f: OpFacts) -> int:
     return max(4, DTYPE_BYTES[f.inputs[0].dtype])
 
 
-def _ring_extra(f: OpFacts) -> tuple[int, ...]:
-    q = f.inputs[0]
-    return (q.num_elements // q.shape[-1] * _wide(f),)
+def _ring_extra(ways: int) -> SizesOf:
+    def extra(f: OpFacts) -> tuple[int, ...]:
+        q = f.inputs[0]
+        return (q.num_elements // q.shape[-1] * _wide(f), *drawn_bytes(f, ways))
+
+    return extra
 
 
 def _ring_workspace(f: OpFacts) -> tuple[int, ...]:
@@ -212,9 +229,11 @@ def _ring_workspace(f: OpFacts) -> tuple[int, ...]:
 
 
 _ALL = (0, 1, 2)
-_RING = SavedRule(
-    (("x0", _ALL), ("x1", _ALL), ("x2", _ALL), ("y0", _ALL)), Form.NEW, extra=_ring_extra, workspace=_ring_workspace
-)
+
+
+def _ring_rule(ways: int) -> SavedRule:
+    kept = (("x0", _ALL), ("x1", _ALL), ("x2", _ALL), ("y0", _ALL))
+    return SavedRule(kept, Form.NEW, extra=_ring_extra(ways), workspace=_ring_workspace)
 
 
 def frozen(chosen: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

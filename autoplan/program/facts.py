@@ -355,8 +355,8 @@ class Facts:
             )
         if (rate := _attention_dropout(graph)) is not None:
             found.append(
-                f"attention has dropout ({rate:g}): it is priced as single operations with all scores in memory, as "
-                "autoplan runs it; for the price with a fused kernel set it to 0 in the model's config"
+                f"attention with dropout ({rate:g}) that the model's file writes out is not one op: it is priced as "
+                "single operations with all scores in memory, as autoplan runs it"
             )
         said = "its config names" if self.like is None or not self.like.mtp_layers else f"{self.like.name} adds"
         usual = graph.left_out if self.like is None else self.like.mtp_layers or graph.left_out

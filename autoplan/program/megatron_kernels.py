@@ -26,11 +26,11 @@ from math import prod
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import Attention, Mode
-from autoplan.ops.attention import needs_causal_mask, taking_groups, unfused_in_megatron
+from autoplan.ops.attention import biased_rule, drawn_bytes, needs_causal_mask, taking_groups, unfused_in_megatron
 from autoplan.ops.experts import experts_rows
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule
-from autoplan.ops.table import op_kind
+from autoplan.ops.table import op_kind, saved_rule
 from autoplan.program import compiled_kernels
 from autoplan.program.context_parallel import saved_by
 from autoplan.units import DTYPE_BYTES
@@ -101,6 +101,8 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
         return _UNFUSED_ATTENTION
     if what is OpKind.LOSS and kernels.fused_loss:
         return _LOSS_IN_PLACE
+    if what is OpKind.ATTENTION and f.attrs.get("key_bias") and not kernels.megatron:
+        return biased_rule(f, lambda inner: rule_of(inner, kernels) or saved_rule(inner))
     if what is OpKind.ATTENTION and kernels.method is not None and (kernels.method.ulysses > 1 or not kernels.megatron):
         return saved_by(kernels.method, _gathered, kernels.megatron)
     if what is OpKind.ATTENTION and kernels.context > 1 and not kernels.megatron:
@@ -154,7 +156,7 @@ def _gathered_extra(ways: int) -> Callable[[OpFacts], tuple[int, ...]]:
         q, k, v = f.inputs[:3]
         width, rows = DTYPE_BYTES[q.dtype], q.num_elements // q.shape[-1]
         out = rows * v.shape[-1] * width
-        kept = (ways * (k.num_bytes + v.num_bytes), out, rows * max(4, width))
+        kept = (ways * (k.num_bytes + v.num_bytes), out, rows * max(4, width), *drawn_bytes(f, ways))
         seen = q.shape[2] * k.shape[2] * (2 * ways + 1) // 4
         return (*kept, seen * width) if needs_causal_mask(f, ways * k.shape[2]) else kept
 

@@ -12,7 +12,7 @@ from autoplan.config.recompute import SELECTIVE, modules_of
 from autoplan.cost_models.memory.parameters import ParameterMemory, States, stores_8_bits
 from autoplan.cost_models.work import ParameterKind, ParamWork
 from autoplan.ops.products import packed_weights
-from autoplan.ops.record import Trait
+from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.saved import Form
 from autoplan.ops.table import op_record
 from autoplan.program.op_costs import OpCosts
@@ -137,7 +137,7 @@ class QuickMemory:
         for block in r.graph.blocks.values():
             for node in block.nodes:
                 op = op_record(node.op)
-                same = Trait.DROPS in op.traits and not node.attrs["p"]
+                same = op.kind is OpKind.ELEMENTWISE and Trait.DROPS in op.traits and not node.attrs["p"]
                 if Trait.CAST in op.traits:
                     before, after = (block.values[n] for n in (node.tensor_inputs[0], node.outputs[0]))
                     same = op_costs.dtype(before) == op_costs.dtype(after)

@@ -14,10 +14,11 @@ from autoplan.codegen.program import Layouts, Program, compile_program
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.ir.fresh import FreshNames
 from autoplan.ir.graph import LOSS_SHARE, Block, ModelGraph, Node, denominator
 from autoplan.ir.symbols import SYMBOLS
-from autoplan.ops.record import Trait
-from autoplan.ops.table import op_has
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.table import op_has, op_kind
 from autoplan.program.lower import BlockLowering
 from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraSettings, build_problem
@@ -73,12 +74,20 @@ def compile_one_device(graph: ModelGraph) -> OneDevice:
 
 
 def _without_dropout(block: Block) -> Block:
-    def other(node: Node) -> Node:
+    values, nodes = dict(block.values), list[Node]()
+    for node in block.nodes:
         if not op_has(node.op, Trait.DROPS):
-            return node
-        return replace(node, op="mul_scalar", attrs={"scalar": thinned(float(node.attrs["p"]))})
-
-    return replace(block, nodes=tuple(other(n) for n in block.nodes))
+            nodes.append(node)
+            continue
+        name, factor = node.tensor_inputs[0], {"scalar": thinned(float(node.attrs["p"]))}
+        if op_kind(node.op) is OpKind.ATTENTION:  # the factor of all shares is that of the result
+            (out,) = node.outputs
+            name = FreshNames(values).fresh(f"{out}_whole")
+            values[name] = replace(values[out], name=name)
+            nodes.append(replace(node, outputs=(name,), attrs={**node.attrs, "p": 0.0}))
+            node = replace(node, name=f"{node.name}_thinned")
+        nodes.append(replace(node, op="mul_scalar", inputs=(name,), attrs=factor))
+    return replace(block, nodes=tuple(nodes), values=values)
 
 
 def load_stage(text: str) -> nn.Module:

@@ -105,11 +105,13 @@ def roofline_s(
     if known is not None:
         kernel = options.attention_in(mode)
         if op.kind is OpKind.ATTENTION and not is_unfused(work, mode, options):
-            work = as_run(work, device, options)
+            work = as_run(work, device, options, mode)
         model = model_of(work, mode, device, options)
         found = None if model is None else model(work, phase, device, known, kernel)
         if found is not None:
-            return Quantity.spread(found.busy_s + found.launch_s, found.error, found.tag)
+            copied = dict(work.attrs).get("copied_bytes")
+            copied_s = (copied if isinstance(copied, float) else 0.0) / (known.memory_share * device.memory_bytes_per_s)
+            return Quantity.spread(found.busy_s + copied_s + found.launch_s, found.error, found.tag)
         launch = memory_ramp_s() if known.own_launch and not _is_fused(op.kind, mode) else 0.0
     moved = phase_bytes(work, phase)
     if known is not None and op.kind is OpKind.LOSS:

@@ -176,6 +176,8 @@ def _products_of_scores(
 # and `_attend_plainly_backward` of runtime/parts.py read and write it in 32 bits, counted; then what a cap adds.
 _BLOCK_BYTES = {"forward": 68.0, "backward": 84.0}
 _CAP_BYTES = {"forward": 16.0, "backward": 52.0}
+# what dropout adds, whose mask is drawn by one operation after the other, in 64 bits
+_DROP_BYTES = {"forward": 268.0, "backward": 293.0}
 
 
 def _in_blocks_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
@@ -185,6 +187,7 @@ def _in_blocks_s(work: OpWork, phase: str, device: Device, known: KernelTimings,
     keys, blocks = keys_per_query(facts), query.shape[-2] / rows
     parts = _products_of_scores(work, phase, device, known, rows, keys, again=phase == "backward")
     moved = _BLOCK_BYTES[phase] + (_CAP_BYTES[phase] if facts.attrs.get("softcap") else 0.0)
+    moved += _DROP_BYTES[phase] if facts.attrs.get("p") else 0.0
     moved *= heads * query.shape[-2] * keys
     together = _together(parts, 0.0, False)
     passes_s = moved / (known.memory_share * device.memory_bytes_per_s)
@@ -193,6 +196,32 @@ def _in_blocks_s(work: OpWork, phase: str, device: Device, known: KernelTimings,
 
 def _facts(work: OpWork) -> OpFacts:
     return OpFacts(work.op, dict(work.attrs), work.inputs, work.outputs, device_type="cuda")
+
+
+# Attention with dropout in kernels of our own (runtime/triton_attention.py). Their speed over FlashAttention-2, of
+# which they are a plain form in Triton: assumed. The backward has two kernels that compute scores and their gradient,
+# so seven products for five. A draw of SplitMix64 in 64 bits is so many instructions of 32 bits (counted by hand), of
+# which a multiprocessor starts 64 in a cycle (CUDA C++ Programming Guide, arithmetic instructions, integers), at an
+# assumed 1.5 GHz; the mask is drawn once forward and twice backward.
+_DROPPED_SHARE = 0.65
+_DROPPED_AGAIN = {"forward": 1.0, "backward": 7 / 5}
+_DRAWN_TIMES = {"forward": 1, "backward": 2}
+_DRAW_INSTRUCTIONS = 28.0
+_INSTRUCTIONS_PER_S = 64 * 1.5e9
+_DROPPED_ERROR = 0.35
+
+
+def _dropped_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
+    """Return the time of attention with dropout, whose mask is drawn inside the kernels."""
+    found = _attention_s(work, phase, device, known, Attention.FLASH2)
+    if found is None:
+        return None
+    query, value = work.inputs[0], work.inputs[2]
+    pairs = work.flops / (2.0 * (query.shape[-1] + value.shape[-1]))
+    drawn_s = _DRAWN_TIMES[phase] * pairs * _DRAW_INSTRUCTIONS / (_INSTRUCTIONS_PER_S * known.units)
+    times = _DROPPED_AGAIN[phase] / _DROPPED_SHARE
+    launch_s = found.launch_s * _DRAWN_TIMES[phase]
+    return Seconds(times * found.busy_s + drawn_s, launch_s, found.error + _DROPPED_ERROR, Tag.ASSUMED)
 
 
 # Context parallelism computes attention for one part of the keys after the other, and adds up the results: bytes per
@@ -343,6 +372,8 @@ def model_of(work: OpWork, mode: Mode, device: Device, options: RunOptions) -> _
         return _unfused_s
     if kind is OpKind.ATTENTION and mode is not Mode.FUSED and is_in_row_blocks(_facts(work)):
         return _in_blocks_s
+    if kind is OpKind.ATTENTION and mode is not Mode.FUSED and dict(work.attrs).get("p"):
+        return _dropped_s
     if kind is OpKind.EXPERTS and options.fused_experts:
         return _fused_experts_s
     if kind is OpKind.EXPERTS and has_one_product(work, mode, device):

@@ -78,6 +78,11 @@ def _attention_case(name: str, batch: int, heads: int, groups: int, length: int,
             given["mask"] = kept | torch.eye(length, dtype=torch.bool)
         if how.get("sinks"):
             given["sinks"] = _normal(heads)
+        if how.get("dropout_p"):
+            given["rng"] = torch.tensor([7, 3, 11])
+        if how.get("key_bias"):  # the slopes of ALiBi
+            slopes = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1))
+            given["key_bias"] = (slopes[:, None] * torch.arange(length))[None, :, None]
         return given
 
     def run(x: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -85,6 +90,8 @@ def _attention_case(name: str, batch: int, heads: int, groups: int, length: int,
         return attention(
             x["q"], x["k"], x["v"], causal=how.get("causal", True), scale=None, window=window,
             documents=x.get("documents"), mask=x.get("mask"), sinks=x.get("sinks"), softcap=how.get("softcap"),
+            key_bias=x.get("key_bias"), dropout_p=how.get("dropout_p", 0.0), rng=x.get("rng"), site=5,
+            index=((batch, batch, "batch"), (heads, heads, ())),
         )  # fmt: skip
 
     return Case(f"attention {name}", make, run, ("q", "k", "v", *(("sinks",) if how.get("sinks") else ())))
@@ -137,6 +144,9 @@ def _cases(quick: bool) -> list[Case]:
         _attention_case("packed", *shapes, documents=True),
         _attention_case("packed, window", *shapes, documents=True, window=length // 3),
         _attention_case("mask", *shapes, mask=True),
+        _attention_case("dropout", *shapes, dropout_p=0.1),
+        _attention_case("dropout, packed", *shapes, dropout_p=0.1, documents=True),
+        _attention_case("alibi", 2, heads, heads, length, head, key_bias=True),
         _attention_case("sinks", *shapes, sinks=True),
         _attention_case("sinks, window", *shapes, sinks=True, window=length // 3),
         _attention_case("sinks, packed, window", *shapes, sinks=True, documents=True, window=length // 3),

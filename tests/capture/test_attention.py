@@ -152,15 +152,6 @@ def falcon(alibi: bool, attention: str = "sdpa") -> nn.Module:
     return model
 
 
-def bloom() -> nn.Module:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    model: nn.Module = BloomForCausalLM(
-        BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
-    )
-    return model
-
-
 @pytest.mark.parametrize(
     "with_padding", [pytest.param(False, id="whole", marks=pytest.mark.exhaustive), pytest.param(True, id="padded")]
 )
@@ -226,8 +217,33 @@ def test_positions_repeated_over_the_batch_are_no_documents() -> None:
     assert found == [[True, False]]
 
 
-def test_alibi_that_the_model_adds_itself() -> None:
-    assert_equal(bloom().eval(), models.token_batch(2, SEQ, vocab=VOCAB))
+@pytest.mark.parametrize("make", [models.make_bloom, models.make_mpt], ids=["bloom", "mpt"])
+def test_alibi_of_attention_that_a_file_writes_out(make: Callable[[], nn.Module]) -> None:
+    """One op without a tensor of all pairs; with padding, where a query may see nothing, it stays as it is written."""
+    batch = models.token_batch(2, SEQ)
+    graph = assert_equal(make().eval(), batch)
+    found = [n for block in graph.blocks.values() for n in block.nodes if n.op == "attention"]
+    assert found and all(n.attrs["key_bias"] and n.attrs["causal"] for n in found) and "softmax" not in ops(graph)
+    pairs = [v for b in graph.blocks.values() for v in b.values.values() if [str(d) for d in v.shape].count("s") > 1]
+    assert not pairs
+    assert "attention" not in ops(assert_equal(make().eval(), padded(batch)))
+
+
+def test_shares_of_attention_that_a_model_reads() -> None:
+    """A loss of the shares needs them all: attention stays as it is written."""
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = models.make_mpt()
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            out = self.model(input_ids=ids, output_attentions=True)
+            return out.logits * (1 + out.attentions[0].square().mean((1, 2, 3))[:, None, None])
+
+    batch = models.token_batch(2, SEQ)
+    graph = capture(Reading().eval(), {"ids": batch["input_ids"], "labels": batch["labels"]}, loss_of)
+    assert "softmax" in ops(graph)
 
 
 def test_what_makes_these_kinds_special_matters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,21 +354,22 @@ def loss_of(out: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def test_dropout_inside_attention_is_that_of_nn_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Softmax, dropout, product: with a mask that keeps all it is the module without dropout; in eval it is one op."""
+    """One op, with dropout in training alone: with a mask that keeps all it is the module without dropout."""
     from autoplan.runtime import program
 
     batch = models.token_batch(4, SEQ, vocab=VOCAB)
     batch = {"ids": batch["input_ids"], "labels": batch["labels"]}
     model = Attending(0.5).double()
     graph = capture(model, batch, loss_of)
-    assert "attention" not in ops(graph) and ops(graph).count("dropout") == 1
+    assert "attention" not in ops(graph) and ops(graph).count("dropped_attention") == 1
     want = loss_of(model.eval()(batch["ids"]), batch)
     want.backward()
     wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     assert "attention" in ops(capture(model, batch, loss_of))
     dropped, gradients = run(model, graph, batch)
     assert abs(dropped - want.item()) > 1e-3 and worst(gradients, wanted)[0] > 1e-3
-    monkeypatch.setattr(program, "dropout", lambda x, *_, **__: x)
+    whole = program.attention
+    monkeypatch.setattr(program, "attention", lambda *x, dropout_p, **how: whole(*x, **how))
     got, gradients = run(model, graph, batch)
     assert got == pytest.approx(want.item(), rel=1e-12) and worst(gradients, wanted)[0] < 1e-10
 
@@ -369,7 +386,10 @@ def test_dropout_inside_attention_of_hugging_face_models(attention: str, with_pa
         model = make(attention_dropout=0.25, attn_implementation=attention)
         given = padded(batch) if with_padding else batch
         found = ops(capture(model, given))
-        assert found.count("dropout") == found.count("softmax") > 0 and "attention" not in found
+        # 'eager' with padding attends to all tokens where a query would see none, which no op of attention does
+        plain = attention == "eager" and with_padding
+        assert ("dropped_attention" in found) != plain and "attention" not in found
+        assert found.count("dropout") == found.count("softmax") and bool(found.count("softmax")) == plain
         assert "dropout" not in ops(assert_equal(model.eval(), given))
 
 

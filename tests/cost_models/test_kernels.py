@@ -493,3 +493,28 @@ def test_a_fit_finds_the_constants_it_was_made_with() -> None:
     lines = list(compare(timings, study.held))
     assert {line.source for line in lines} == {"a", "b", "c", "d"}
     assert all(math.isfinite(line.mape) and line.n for line in lines)
+
+
+def attends(length: int, **attrs: Any) -> OpWork:
+    q = TensorFacts((8, 12, length, 64), "bfloat16", True)
+    bias = [TensorFacts((1, 12, 1, length), "float32", False)] if attrs.get("key_bias") else []
+    flops = 2.0 * 8 * 12 * length * length * 64
+    moved = 4.0 * q.num_bytes
+    given = tuple(sorted({"causal": True, **attrs}.items()))
+    return OpWork("dropped_attention" if "p" in attrs else "attention", (q, q, q, *bias), (q,), given, flops, moved)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_attention_with_dropout_or_a_bias_costs_some_more_than_without(phase: str) -> None:
+    """Less than products of all scores and passes over them."""
+
+    def seconds(work: OpWork, mode: Mode = Mode.EAGER, **options: Any) -> float:
+        return roofline_s(work, phase, H100, mode, RunOptions(**options)).mid
+
+    for length in (1024, 8192):
+        plain, dropped, biased = (seconds(attends(length, **how)) for how in ({}, {"p": 0.1}, {"key_bias": True}))
+        assert plain < dropped < seconds(attends(length), attention="unfused")
+        assert plain < biased < 2.5 * plain
+        fused = Mode.FUSED  # kernels of Transformer Engine draw masks and take slopes
+        assert seconds(attends(length, p=0.1), fused) == seconds(attends(length), fused)
+        assert seconds(attends(length, key_bias=True), fused) == seconds(attends(length), fused)

@@ -303,7 +303,7 @@ def test_strides_are_those_of_torch(seed: int) -> None:
 
 
 FAMILIES = [
-    *(("llama", 0.0), ("gpt-untied", 0.25), ("t5", 0.0), ("skips", 0.0)),
+    *(("llama", 0.0), ("llama", 0.25), ("gpt-untied", 0.25), ("t5", 0.0), ("skips", 0.0)),
     *(
         pytest.param(family, 0.0, marks=pytest.mark.slow)
         for family in ("llama-tied", "llama-frozen", "gpt", "encdec", "bart")

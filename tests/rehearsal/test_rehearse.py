@@ -313,7 +313,7 @@ def test_a_full_model_with_dropout_does_what_the_plan_says() -> None:
         compile=False,
     )
     found = autoplan.rehearse(plan, "0")
-    assert found.differences == () and found.ranks[0].peak_bytes > 4e9
+    assert found.differences == () and found.ranks[0].peak_bytes > 3e9  # no tensor of all pairs of tokens is kept
 
 
 def test_ranks_are_read_by_name() -> None:

@@ -202,6 +202,6 @@ def test_the_plain_generator_is_the_tensors_one(mesh: AxisMesh) -> None:
     rng = torch.tensor([2**62 + 11, 7, 0])
     index: tuple[random_bits.Factor, ...] = ((500, 500, ()),)
     state, start = random_bits.stream_state(rng, 3), random_bits.first_position(rng, mesh, index)
-    kept = dropout._mask(state, start, index, 0.25)
-    drawn = [cuda_source._drawn((2**62 + 11, 7), 3, i) < dropout._kept_below(0.25) for i in range(500)]
+    kept = random_bits.drawn(state, start, index, lambda counters: dropout._is_kept(counters, 0.25))
+    drawn = [cuda_source._drawn((2**62 + 11, 7), 3, i) < dropout.kept_below(0.25) for i in range(500)]
     assert kept.tolist() == drawn and 300 < sum(drawn) < 450

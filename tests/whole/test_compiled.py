@@ -161,6 +161,7 @@ def compiled_job(rank: int, world: int, case: Case, spec_json: str, sources: dic
             (Case("qwen2-mixed", tp=2, compile="aot_eager"), ()),
             (Case("gpt", tp=2, dropout=0.25, compile="aot_eager", prices="latency"), ()),
             (Case("gpt", tp=2, compile="aot_eager"), ()),  # with all-to-alls
+            (Case("llama", tp=2, dropout=0.25, compile="aot_eager"), ()),
             (Case("deepseek", tp=2, compile="aot_eager"), ()),
             (Case("mixtral", dp=4, ep=2, zero=3, num_micro_batches=3, compile="aot_eager"), ()),
             (Case("mixtral", tp=2, ep=2, etp=1, num_micro_batches=2, compile="aot_eager", recompute="full"), ()),
@@ -168,6 +169,7 @@ def compiled_job(rank: int, world: int, case: Case, spec_json: str, sources: dic
             pytest.param(Case("mixtral", dp=2, ep=2, compile="inductor"), (), marks=NEEDS_COMPILER),
             (Case("mixtral", dp=2, tp=2, ep=2, etp=2, compile="aot_eager"), ()),
             (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ()),
+            (Case("llama", cp=2, dropout=0.25, compile="aot_eager", context_method="ring"), ()),
             (Case("llama", cp=2, compile="aot_eager", context_method="ulysses"), ()),
             (Case("llama", cp=2, compile="aot_eager", context_method="gather"), ()),
             pytest.param(Case("llama", tp=2, compile="inductor"), (), marks=NEEDS_COMPILER),

@@ -111,17 +111,18 @@ def test_sliding_windows(case: Case) -> None:
 OTHER_ATTENTION = [
     Case("llama", tp=2, dp=2, dropout=0.25, labels="unequal"),
     Case("llama", tp=4, pp=2, dropout=0.25, num_micro_batches=2, recompute="full", prices="latency"),
+    Case("bloom", tp=2, dp=2, dropout=0.25, labels="unequal"),
+    Case("mpt", tp=2, pp=2, num_micro_batches=2, recompute="full"),
     Case("gemma2", tp=2, dp=2, labels="unequal"),
     Case("gemma2", tp=4, pp=2, num_micro_batches=2),
 ]
 
 
-@pytest.mark.parametrize("case", spread_out(OTHER_ATTENTION, 2), ids=str)
+@pytest.mark.parametrize("case", spread_out(OTHER_ATTENTION, 3), ids=str)
 def test_attention_that_torch_has_no_kernel_for(case: Case) -> None:
-    """Dropout inside it makes it plain ops, with the same mask in every plan; with capped scores it is one op."""
+    """With dropout inside it is one op, with the same mask in every plan; with capped scores or ALiBi too."""
     ops = [n.op for b in graph_of(case.family, case.dropout).blocks.values() for n in b.nodes]
-    plain = bool(case.dropout)
-    assert ("attention" not in ops) == ("softmax" in ops) == ("dropout" in ops) == plain
+    assert ("dropped_attention" in ops) == ("attention" not in ops) == bool(case.dropout) and "softmax" not in ops
     test_matrix(case)
     if case.dropout:  # negative control: it is there
         assert reference(case)[0] != pytest.approx(reference(Case(case.family, labels=case.labels))[0], rel=1e-6)

@@ -7,6 +7,7 @@ need the mask as a tensor, so the model is traced once more with it (`PendingMas
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.frontend import windows  # noqa: F401  registers the ops
 from autoplan.capture.frontend.masks import Asked, Ledger, PendingMask, taken, untraced, values_unseen
@@ -77,7 +79,7 @@ class AttentionCall:
             if special is None and call.is_plain_for_eager(function):
                 found: tuple[torch.Tensor, Any] = _call_own(function, call)
                 return found
-            given["dropout"] = 0.0  # or the function of the model would have been called
+            given["dropout"] = call.dropped
         else:
             special = None
             self._check_sdpa(call)
@@ -161,6 +163,11 @@ class _Call:
         return bool(getattr(self.module, "is_causal", True) if flag is None else flag)
 
     @property
+    def dropped(self) -> float:
+        """Return the rate of the dropout of probabilities, as 'eager' reads it."""
+        return float(self.given.get("dropout") or 0.0) if self.module.training else 0.0
+
+    @property
     def may_see_nothing(self) -> bool:
         """Return True if padding may hide all keys from a query: the first ones of a causal model, or a whole sample.
 
@@ -178,8 +185,7 @@ class _Call:
         sinks: torch.Tensor | None = getattr(self.module, "sinks", None)
         softcap: float | None = self.given.get("softcap")
         given = {n for n in _SINKS if self.given.get(n) is not None and self.given[n] is sinks}
-        dropped = self.given.get("dropout") and self.module.training
-        if (sinks is None and softcap is None) or dropped or self.bias is not None:
+        if (sinks is None and softcap is None) or self.bias is not None:
             return None
         if self._unknown() - given - {"softcap"} or (self.may_see_nothing and sinks is None):
             return None
@@ -187,10 +193,14 @@ class _Call:
             return None
         if sinks is not None and tuple(sinks.shape) != (self.query.shape[1],):
             return None
-        grouped, masked = self.query.shape[1] != self.key.shape[1], self.mask is not None
         sinks_by = None if sinks is None else tuple(sorted(given))
-        same = is_standard(function, grouped=grouped, masked=masked, sinks=sinks_by, capped=softcap is not None)
+        same = is_standard(function, **self._has(), sinks=sinks_by, capped=softcap is not None)
         return _Special(sinks, softcap) if same else None
+
+    def _has(self) -> dict[str, bool]:
+        """Return the arguments of `is_standard` that the shapes, the mask and the mode of the module say."""
+        grouped, masked = self.query.shape[1] != self.key.shape[1], self.mask is not None
+        return {"grouped": grouped, "masked": masked, "dropped": self.dropped > 0}
 
     def _unknown(self) -> set[str]:
         """Return the arguments that change what is computed, and that no op of attention has."""
@@ -198,14 +208,13 @@ class _Call:
 
     def is_plain_for_eager(self, function: _Function) -> bool:
         """Return True if the ops of attention cannot say what `function` computes."""
-        if self._unknown() or (self.given.get("dropout") and self.module.training):
+        if self._unknown():
             return True
         if self.bias is not None and isinstance(self.mask, PendingMask) and self.mask.asked.local is not None:
             return True
         if isinstance(self.mask, torch.Tensor) or self.may_see_nothing:
             return True
-        grouped, masked = self.query.shape[1] != self.key.shape[1], self.mask is not None
-        return not is_standard(function, grouped=grouped, masked=masked, biased=self.bias is not None)
+        return not is_standard(function, **self._has(), biased=self.bias is not None)
 
 
 def _call_own(function: _Function, call: _Call) -> Any:
@@ -225,6 +234,7 @@ def is_standard(
     biased: bool = False,
     sinks: tuple[str, ...] | None = None,
     capped: bool = False,
+    dropped: bool = False,
 ) -> bool:
     """Return True if an attention function computes softmax(q k^T scale + bias + mask) v, and nothing more.
 
@@ -237,10 +247,12 @@ def is_standard(
         biased: it is given `position_bias`.
         sinks: the softmax has one more term, the module's `sinks`; the arguments by which it is given them, too.
         capped: it is given a `softcap`.
+        dropped: the module is trained with a `dropout`, which is that of the probabilities.
     """
     generator = torch.Generator().manual_seed(0)
     num_groups = 2 if grouped else 1
-    module = types.SimpleNamespace(num_key_value_groups=num_groups, training=False, head_dim=6)
+    module = types.SimpleNamespace(num_key_value_groups=num_groups, training=dropped, head_dim=6)
+    rate = 0.5 if dropped else 0.0
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
@@ -261,14 +273,34 @@ def is_standard(
             module.sinks = random(4)
             more |= dict.fromkeys(sinks, module.sinks)
             scores = torch.cat((scores, module.sinks[:, None, None].expand(2, 4, 3, 1)), -1)
-        want = (scores.softmax(-1)[..., :5] @ values).transpose(1, 2)
-        got = function(module, q, k, v, mask if masked else None, scaling=0.3, dropout=0.0, **more)[0]
+        factors = torch.rand((2, 4, 3, 5), generator=generator) if dropped else torch.ones(())
+        want = ((scores.softmax(-1)[..., :5] * factors) @ values).transpose(1, 2)
+        with _Multiplying(rate, factors) if dropped else contextlib.nullcontext():
+            got = function(module, q, k, v, mask if masked else None, scaling=0.3, dropout=rate, **more)[0]
         return isinstance(got, torch.Tensor) and got.shape == want.shape and torch.allclose(got, want, atol=1e-5)
 
     try:
         return untraced(same)
     except Exception:  # it needs more than that
         return False
+
+
+class _Multiplying(TorchFunctionMode):
+    """A mode in which dropout at a rate multiplies with these factors, which must have the shape of its input."""
+
+    def __init__(self, rate: float, factors: torch.Tensor) -> None:
+        super().__init__()
+        self.rate, self.factors = rate, factors
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is not F.dropout:
+            return func(*args, **kwargs or {})
+        given = inspect.signature(F.dropout).bind(*args, **kwargs or {})
+        given.apply_defaults()
+        x, p, training, _ = given.args
+        if p != self.rate or not training or x.shape != self.factors.shape:
+            raise ValueError(f"another dropout than of {self.rate}")
+        return x * self.factors
 
 
 def _sdpa(call: _Call, decides: bool, special: _Special | None = None) -> torch.Tensor:
@@ -284,19 +316,19 @@ def _sdpa(call: _Call, decides: bool, special: _Special | None = None) -> torch.
     if isinstance(mask, PendingMask):
         asked, documents = taken(mask, q, k)
         _check(call, asked)
-        _check_beside(mask, documents, bias, dropout)
+        _check_beside(mask, documents, bias)
         mask, causal, local, padded = None, asked.causal, asked.local, asked.padded
     sinks, softcap = (None, None) if special is None else special
     if documents is not None and (bias is not None or q.shape[2] != k.shape[2]):  # the valid tokens
         mask, documents = (documents > 0)[:, None, None, :], None
     if bias is not None:
-        if mask is None and not dropout:
-            biased: torch.Tensor = torch.ops.autoplan.biased_attention(q, k, v, bias, causal, scaling)
+        if mask is None:
+            biased: torch.Tensor = torch.ops.autoplan.biased_attention(q, k, v, bias, causal, scaling, dropout)
             return biased.transpose(1, 2).contiguous()
         mask, causal = _with_bias(bias, mask, causal, (q.shape[2], k.shape[2])), False
     if documents is not None or local is not None or special is not None:
         v = values_unseen(v, documents if padded else None)
-        how = documents, sinks, causal, scaling, *(local or (None, None, None)), softcap
+        how = documents, sinks, None, causal, scaling, *(local or (None, None, None)), softcap, dropout
         masked: torch.Tensor = torch.ops.autoplan.masked_attention(q, k, v, *how)
         return masked.transpose(1, 2).contiguous()
     out = F.scaled_dot_product_attention(
@@ -312,15 +344,13 @@ def _sdpa(call: _Call, decides: bool, special: _Special | None = None) -> torch.
     return out.transpose(1, 2).contiguous()
 
 
-def _check_beside(mask: PendingMask, documents: torch.Tensor | None, bias: torch.Tensor | None, dropout: float) -> None:
+def _check_beside(mask: PendingMask, documents: torch.Tensor | None, bias: torch.Tensor | None) -> None:
     """End the trace where no op of attention has both this mask and what stands beside it."""
     windowed = mask.asked.local is not None
     if mask.asked.window == 0:  # no token sees any
         mask.refuse("a window of 0")
-    if dropout and (windowed or documents is not None):
-        mask.refuse("dropout")
     packed = documents is not None and not mask.asked.padded
-    if bias is not None and (dropout or windowed or packed):
+    if bias is not None and (windowed or packed):
         mask.refuse("a bias by position")
 
 

@@ -9,10 +9,10 @@ gets none. Every mask is thus taken by an attention function, used as a tensor, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -67,12 +67,15 @@ class Ledger:
         used: the masks that were used as tensors in the last one.
         notes: what a user may not expect of the attention, in sentences.
         as_run: model files take the branches of a run, not those for torch.compile.
+        scores: gives scores with a mask for a call of torch by name and arguments (`capture.frontend.pending_scores`);
+            None for calls that no op of attention computes.
     """
 
     tensors: set[Asked] = field(default_factory=set)
     used: set[Asked] = field(default_factory=set)
     notes: set[str] = field(default_factory=set)
     as_run: bool = False
+    scores: Callable[[str, Sequence[Any], Mapping[str, Any]], Any] | None = None
 
     def again(self) -> bool:
         """Return True if the last trace used masks that were not tensors; the next trace gets them as tensors."""
@@ -94,13 +97,23 @@ class PendingMask:
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> torch.Tensor:
+    ) -> Any:
         if function is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs or {})
         for leaf in pytree.tree_leaves((args, kwargs or {}), is_leaf=lambda x: isinstance(x, PendingMask)):
             if isinstance(leaf, PendingMask):
-                leaf._use(getattr(function, "__name__", str(function)))
+                return leaf._called(function, args, kwargs or {})
         raise MaskUsed(f"a mask is used by {function}")
+
+    def _called(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return scores with this mask, or end the trace."""
+        name = getattr(function, "__name__", str(function))
+        scores = None if self._ledger.scores is None else self._ledger.scores(name, args, kwargs)
+        return self._use(name) if scores is None else scores
+
+    def to(self, dtype: Any) -> HiddenPairs:
+        """Return the pairs that are hidden, of a mask that is added: all others are 0."""
+        return HiddenPairs(self) if dtype is torch.bool and self._asked.added else self._use("to")
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # names that protocols probe for
@@ -121,19 +134,54 @@ class PendingMask:
         raise MaskUsed(f"the model uses an attention mask by itself ({name})")
 
 
-def _operator(name: str) -> Callable[..., NoReturn]:
-    def use(self: PendingMask, *args: Any) -> NoReturn:
+# operators of tensors, each of which ends a trace
+OPERATORS = (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv and rand or ror xor rxor invert neg abs eq ne lt le gt "
+    "ge getitem setitem len iter bool float int matmul rmatmul pow rpow"
+).split()
+
+
+class _Pending(Protocol):
+    def _use(self, name: str) -> NoReturn: ...
+
+
+def ends_trace(name: str) -> Callable[..., NoReturn]:
+    """Return a method of something pending that no operation but those of attention may read."""
+
+    def use(self: _Pending, *args: Any) -> NoReturn:
         self._use(name)
 
     return use
 
 
-for _name in (
-    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv and rand or ror xor rxor invert neg abs eq ne lt le gt "
-    "ge getitem setitem len iter bool float int matmul rmatmul pow rpow"
-).split():
-    setattr(PendingMask, f"__{_name}__", _operator(f"__{_name}__"))
-PendingMask.__hash__ = object.__hash__  # type: ignore[method-assign]
+class HiddenPairs:
+    """The pairs of queries and keys that a PendingMask hides, True; only to fill scores with."""
+
+    def __init__(self, mask: PendingMask) -> None:
+        self.mask = mask
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs or {}), is_leaf=lambda x: isinstance(x, HiddenPairs))
+        hidden = next(x for x in leaves if isinstance(x, HiddenPairs))
+        return hidden.mask._called(function, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # names that protocols probe for
+            raise AttributeError(name)
+        self._use(name)
+
+    def _use(self, name: str) -> NoReturn:
+        self.mask.refuse(name)
+
+
+for _name in OPERATORS:
+    for _kind in (PendingMask, HiddenPairs):
+        setattr(_kind, f"__{_name}__", ends_trace(f"__{_name}__"))
+for _kind in (PendingMask, HiddenPairs):
+    _kind.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _rebuilt(documents: Any, lengths: Any, asked: Asked, ledger: Ledger) -> PendingMask:
@@ -145,6 +193,10 @@ pytree.register_pytree_node(
     PendingMask,
     lambda mask: ([mask._documents, mask._lengths], (mask._asked, mask._ledger)),
     lambda children, context: _rebuilt(*children, *context),
+)
+
+pytree.register_pytree_node(
+    HiddenPairs, lambda hidden: ([hidden.mask], None), lambda children, context: HiddenPairs(*children)
 )
 
 
@@ -179,14 +231,14 @@ def _attention(
     asked, (length, num_keys), documents = mask._asked, mask._lengths, mask._documents
     fits = attn_mask is mask and query.dim() == 4 and (query.shape[2], key.shape[2]) == (length, num_keys)
     unlike = documents is not None and length != num_keys
-    if not fits or unlike or dropout_p or is_causal or asked.window == 0 or (asked.added and asked.padded):
+    if not fits or unlike or is_causal or asked.window == 0 or (asked.added and asked.padded):
         mask.refuse("scaled_dot_product_attention")
     if documents is None and asked.local is None:
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=asked.causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, None, dropout_p, is_causal=asked.causal, scale=scale, enable_gqa=enable_gqa
         )
     seen = values_unseen(value, documents if asked.padded else None)
-    how = documents, None, asked.causal, scale, *(asked.local or (None, None, None)), None
+    how = documents, None, None, asked.causal, scale, *(asked.local or (None, None, None)), None, dropout_p
     out: torch.Tensor = torch.ops.autoplan.masked_attention(query, key, seen, *how)
     return out
 
