@@ -196,12 +196,11 @@ def gathered_attention(
     whole = None if documents is None else gathered_documents(documents, axis)
     in_parts = sinks is not None or drops is not None or how.in_parts or how.ahead is not None
     if not how.causal and how.ahead is None:
+        both = None if documents is None or whole is None else (documents, whole)
         if in_parts:
-            ids = None if documents is None or whole is None else (documents, whole)
             mine = None if drops is None else drops._replace(queries=context_part(drops.queries, axis, 0))
-            return attention_in_parts(q, keys, values, how, sinks=sinks, documents=ids, drops=mine)
-        same = None if documents is None or whole is None else same_document(documents, whole)[:, None]
-        return sdpa(q, keys, values, mask=same, scale=how.scale)
+            return attention_in_parts(q, keys, values, how, sinks=sinks, documents=both, drops=mine)
+        return sdpa(q, keys, values, mask=None if both is None else same_document(*both)[:, None], scale=how.scale)
     length = q.shape[2] // 2
     out = []
     for chunk, place in zip(q.chunk(2, dim=2), (index, 2 * ranks - 1 - index), strict=True):

@@ -38,7 +38,7 @@ def _result(
     if max(map(len, places)) > 1 or (symbol == "b" and node.attrs.get(OF_THE_WHOLE_BATCH)):
         return None
     op = op_record(node.op)
-    if Trait.RANDOM in op.traits and symbol == "b" and not _numbered_by_sample(block.values[node.outputs[0]], factors):
+    if symbol == "b" and not _numbered_by_sample(op, block.values[node.outputs[0]], factors):
         return None
     if symbol in node.attrs.get("over" if op.kind is OpKind.COLLECTIVE else OF_PARTS, ()):
         return None if any(places) else _over_all_parts(op, inputs)
@@ -54,8 +54,13 @@ def _result(
     return _split(node, block, factors, inputs, places)
 
 
-def _numbered_by_sample(value: Value, factors: Mapping[str, Expr]) -> bool:
-    """Return True if a rank knows the sample of each of its elements: the batch is a factor of its own, or absent."""
+def _numbered_by_sample(op: OpRecord, value: Value, factors: Mapping[str, Expr]) -> bool:
+    """Return False for what draws numbers where a rank does not know the sample of each of its elements.
+
+    It does if the batch is a factor of its own, or absent.
+    """
+    if Trait.RANDOM not in op.traits:
+        return True
     sizes = [factors[name] for dim in value.dims or () for name in dim]
     return all(size == Expr.symbol("b") for size in sizes if "b" in size.symbols)
 

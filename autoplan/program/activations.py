@@ -104,14 +104,12 @@ class _Walk:
         self.steps: list[GradientStep] = []
         self.params: set[str] = set()
         self.given: frozenset[str] = frozenset()  # inputs, parameters and buffers
-        # storage of a softmax -> that of its sums, without which it is not computed again
-        self.sums: dict[int, int] = {}
+        self.sums: dict[int, int] = {}  # storage of a softmax -> that of its sums, which computing it again needs
         self.cheap: set[int] = set()  # storages that a compiler computes again from what is kept
         self.parts: list[tuple[bool, bool]] = []  # of every statement: fused and computed again by a compiler
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
         self.narrow: dict[int, int] = {}  # storage -> storage of its 8-bit copy
-        # storage -> its 8-bit copies; for a shard, those of the gathered value
-        self.copies: dict[int, set[int]] = {}
+        self.copies: dict[int, set[int]] = {}  # storage -> its 8-bit copies; for a shard, those of the gathered value
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -122,10 +120,9 @@ class _Walk:
         return int(value)
 
     def factor(self, name: str) -> int:
-        found = self.sizes.get(name)
-        if found is None:
-            found = self.sizes[name] = self.number(self.lowered.factors[name])
-        return found
+        if name not in self.sizes:
+            self.sizes[name] = self.number(self.lowered.factors[name])
+        return self.sizes[name]
 
     def opened(self, value: Value, layout: Layout) -> list[list[int]]:
         """Return the local size of every factor of every dim."""
@@ -140,10 +137,9 @@ class _Walk:
 
     def local(self, value: Value, layout: Layout) -> Ints:
         key = (id(value), layout)
-        found = self.shapes.get(key)
-        if found is None:
-            found = self.shapes[key] = tuple(prod(dim) for dim in self.opened(value, layout))
-        return found
+        if key not in self.shapes:
+            self.shapes[key] = tuple(prod(dim) for dim in self.opened(value, layout))
+        return self.shapes[key]
 
     def dtype(self, value: Value) -> str:
         return self.dtypes.get(value.dtype, value.dtype)

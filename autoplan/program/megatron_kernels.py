@@ -96,17 +96,10 @@ class Kernels:
 def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
     """Return the rule of an operation that keeps something else than `autoplan.ops.saved` says, else None."""
     what = op_kind(f.op)
-    capped = kernels.megatron and unfused_in_megatron(f.attrs)
-    if what is OpKind.ATTENTION and (capped or kernels.attention is Attention.UNFUSED):
-        return _UNFUSED_ATTENTION
+    if what is OpKind.ATTENTION and (found := _attention_rule(f, kernels)) is not None:
+        return found
     if what is OpKind.LOSS and kernels.fused_loss:
         return _LOSS_IN_PLACE
-    if what is OpKind.ATTENTION and f.attrs.get("key_bias") and not kernels.megatron:
-        return biased_rule(f, lambda inner: rule_of(inner, kernels) or saved_rule(inner))
-    if what is OpKind.ATTENTION and kernels.method is not None and (kernels.method.ulysses > 1 or not kernels.megatron):
-        return saved_by(kernels.method, _gathered, kernels.megatron)
-    if what is OpKind.ATTENTION and kernels.context > 1 and not kernels.megatron:
-        return _gathered(kernels.context)
     if kernels.compiled:
         return compiled_kernels.compiled_rule(f, kernels.spread)
     if not kernels.megatron:
@@ -117,6 +110,20 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
         return _LOSS
     if what is OpKind.EXPERTS:
         return _EXPERTS_FLOAT8 if kernels.float8 else _EXPERTS
+    return None
+
+
+def _attention_rule(f: OpFacts, kernels: Kernels) -> SavedRule | None:
+    """Return the rule of attention without a fused kernel, with biases by key, or over a cut sequence, else None."""
+    capped = kernels.megatron and unfused_in_megatron(f.attrs)
+    if capped or kernels.attention is Attention.UNFUSED:
+        return _UNFUSED_ATTENTION
+    if f.attrs.get("key_bias") and not kernels.megatron:
+        return biased_rule(f, lambda inner: rule_of(inner, kernels) or saved_rule(inner))
+    if kernels.method is not None and (kernels.method.ulysses > 1 or not kernels.megatron):
+        return saved_by(kernels.method, _gathered, kernels.megatron)
+    if kernels.context > 1 and not kernels.megatron:
+        return _gathered(kernels.context)
     return None
 
 

@@ -356,8 +356,7 @@ class LayoutCache:
             ("work", key, experts, ends),
             lambda: workload(r.graph, solution.selection, shared.op_costs, experts, ends, shared),
         )
-        like = self.request.facts.like
-        if like is not None:  # recompute that the stack cannot do is not looked at
+        if (like := self.request.facts.like) is not None:  # recompute that the stack cannot do is not looked at
             able = like.can.recompute
             choices = ({h: v for h, v in c.items() if recompute_kind(h).name in able} for c in work.unit_choices)
             work = replace(work, unit_choices=tuple(choices))

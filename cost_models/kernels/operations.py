@@ -116,9 +116,8 @@ def roofline_s(
     moved = phase_bytes(work, phase)
     if known is not None and op.kind is OpKind.LOSS:
         moved = _loss_passes(mode, options)[phase] * work.inputs[0].num_bytes
-    joins = mode is not Mode.EAGER or options.fused_norms
-    together = dict(work.attrs).get(f"fused_{phase}_bytes") if joins else None
-    if isinstance(together, int):
+    together = _fused_bytes(work, phase, mode, options)
+    if together is not None:
         moved, launch = float(together), 0.0
     share = _MEMORY_EFFICIENCY if known is None else known.memory_share
     traffic_s = moved / (share * device.memory_bytes_per_s)
@@ -127,6 +126,13 @@ def roofline_s(
     seconds = max(_arithmetic_s(op.kind, phase_flops(work, phase), device), traffic_s)
     seconds += launch * work.num_started(phase)
     return Quantity.spread(seconds, _ASSUMED_ERROR, Tag.ASSUMED)
+
+
+def _fused_bytes(work: OpWork, phase: str, mode: Mode, options: RunOptions) -> int | None:
+    """Return the traffic of an operation that is part of a kernel with its neighbours; None if it is none."""
+    joins = mode is not Mode.EAGER or options.fused_norms
+    together = dict(work.attrs).get(f"fused_{phase}_bytes") if joins else None
+    return together if isinstance(together, int) else None
 
 
 def _is_fused(kind: OpKind, mode: Mode) -> bool:

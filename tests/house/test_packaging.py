@@ -42,7 +42,7 @@ def import_all_of(package: str) -> str:
     return (
         f"import importlib, importlib.util, pkgutil, {package} as package\n"
         "for found in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
-        "    if not found.name.endswith('.triton_kernels') or importlib.util.find_spec('triton'):\n"
+        "    if '.triton_' not in found.name or importlib.util.find_spec('triton'):\n"
         "        importlib.import_module(found.name)"
     )
 

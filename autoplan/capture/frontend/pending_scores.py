@@ -144,16 +144,8 @@ class ScoresMode(TorchFunctionMode):
         if len(tensors) != 1 or kwargs or tensors[0].dim() != 4 or not tensors[0].is_floating_point():
             return None
         (scores,) = tensors
-        added = next((x for x in args if isinstance(x, PendingMask)), None)
-        hidden = next((x for x in args if isinstance(x, HiddenPairs)), None)
-        if hidden is not None and name == "masked_fill" and args[0] is scores and args[1] is hidden:
-            fits, mask = args[2] <= _LEAST, hidden.mask
-        elif added is not None and name in _ADDS and len(args) == 2:
-            fits, mask = added.asked.added, added
-        else:
-            return None
-        found = self._product(scores)
-        if not fits or found is None or mask.asked.padded or mask.asked.window == 0:
+        mask, found = _mask_of(name, args, scores), self._product(scores)
+        if mask is None or found is None or mask.asked.padded or mask.asked.window == 0:
             return None
         shape = tuple(scores.shape)
         query, key = (self.by_head(x, shape) for x in (found.query, self._turned(found.turned_key)))
@@ -161,6 +153,17 @@ class ScoresMode(TorchFunctionMode):
         if not ok or query is None or key is None:
             return None
         return PendingScores(self, mask, (query, key), bias, found.scale, shape, scores.dtype)
+
+
+def _mask_of(name: str, args: Sequence[Any], scores: torch.Tensor) -> PendingMask | None:
+    """Return the mask that a call adds to scores or hides pairs of them by; None if it does something else."""
+    added = next((x for x in args if isinstance(x, PendingMask)), None)
+    hidden = next((x for x in args if isinstance(x, HiddenPairs)), None)
+    if hidden is not None and name == "masked_fill" and args[0] is scores and args[1] is hidden:
+        return hidden.mask if args[2] <= _LEAST else None
+    if added is not None and name in _ADDS and len(args) == 2:
+        return added if added.asked.added else None
+    return None
 
 
 def _key_bias(biases: Sequence[tuple[torch.Tensor, float]], shape: tuple[Any, ...]) -> tuple[torch.Tensor | None, bool]:
@@ -206,7 +209,8 @@ class PendingScores:
     ) -> None:
         self._how = {"shares": shares, "dropped": dropped, "flat": flat}
         self._all = (mode, mask, given, bias, scale, shape, dtype)
-        self._mask, self.dtype, self._whole = mask, dtype, shape
+        self._mask, self._whole = mask, shape
+        self.dtype: torch.dtype = dtype
 
     def _with(self, **how: Any) -> PendingScores:
         return PendingScores(*self._all, **{**self._how, **how})
@@ -260,7 +264,13 @@ class PendingScores:
         found: torch.Tensor = torch.ops.autoplan.masked_attention(query, key, value, documents, None, bias, *how)
         return found.reshape(self.shape[0], *found.shape[2:]) if self._how["flat"] else found
 
-    matmul = bmm = __matmul__
+    def matmul(self, values: Any) -> torch.Tensor:
+        """Return the products of shares and values."""
+        return self.__matmul__(values)
+
+    def bmm(self, values: Any) -> torch.Tensor:
+        """Return the products of shares and values."""
+        return self.__matmul__(values)
 
     @classmethod
     def __torch_function__(
