@@ -412,12 +412,14 @@ _FP8 = {"fp8": "current", "mxfp8": "mxfp8"}
 
 
 def _write_precision(setup: Setup) -> Values:
-    """Write the dtypes: parameters are kept in float32, which FSDP casts for products."""
-    base, out = base_of(setup.precision), {"model.torch_dtype": "float32"}
-    word = _DTYPES.get(base, "bfloat16")
+    """Write the dtypes: parameters are kept in float32, which FSDP casts for products, or all states in bfloat16."""
+    base = base_of(setup.precision)
+    native = base == "native"
+    out, word = {"model.torch_dtype": "bfloat16" if native else "float32"}, _DTYPES.get(base, "bfloat16")
     if _plain_replicas(setup):
-        return {**out, **({_D + "autocast_dtype": word} if base != "fp32" else {})}
-    dtypes: dict[str, Any] = {"param_dtype": word, "reduce_dtype": word if _narrow(setup) else "float32"}
+        return {**out, **({_D + "autocast_dtype": word} if base != "fp32" and not native else {})}
+    narrow = not setup.options.wide_sums if native else _narrow(setup)
+    dtypes: dict[str, Any] = {"param_dtype": word, "reduce_dtype": word if narrow else "float32"}
     out |= {f"{_D}mp_policy.{name}": value for name, value in {**dtypes, "output_dtype": word}.items()}
     if base in _FP8 and setup.mode is Mode.FUSED:
         return {**out, _B + "te_fp8.recipe": _FP8[base]}
@@ -432,10 +434,10 @@ def _narrow(setup: Setup) -> bool:
 
 def _read_precision(document: Document, found: Values) -> Values:
     strategy, base, narrow = _strategy(document), "bf16", False
+    stored, plain = str(document.word("model.torch_dtype", {**_BY_DTYPE, "auto": "bf16"}, "bf16")), True
     if strategy == _DDP:
-        cast = document.get(_D + "autocast_dtype")
-        stored = document.word("model.torch_dtype", {**_BY_DTYPE, "auto": "bf16"}, "bf16")
-        base = str(stored if cast is None else document.word(_D + "autocast_dtype", _BY_DTYPE))
+        plain = document.get(_D + "autocast_dtype") is None
+        base = stored if plain else str(document.word(_D + "autocast_dtype", _BY_DTYPE))
     elif strategy == _MEGATRON:
         narrow = not document.get(_D + "grad_reduce_in_fp32")
     else:
@@ -446,6 +448,8 @@ def _read_precision(document: Document, found: Values) -> Values:
         base = "mxfp8" if recipe == "mxfp8" else "fp8"
     elif document.get("fp8.enabled"):
         return {"precision": precision_word("fp8", narrow), **_gather(document)}
+    elif base == stored == "bf16" and plain and strategy != _MEGATRON:  # nothing is kept in 32 bits
+        return {"precision": "native"}
     return {"precision": precision_word(base, narrow)}
 
 

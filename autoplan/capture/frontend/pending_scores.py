@@ -312,7 +312,12 @@ class SpentScores:
     def __init__(self, mask: PendingMask) -> None:
         self._mask = mask
 
-    __torch_function__ = PendingScores.__torch_function__
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs or {}), is_leaf=lambda x: isinstance(x, SpentScores))
+        next(x for x in leaves if isinstance(x, SpentScores))._use(getattr(function, "__name__", str(function)))
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
