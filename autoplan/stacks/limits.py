@@ -12,19 +12,39 @@ class Limit(StrEnum):
     """A combination of choices that a stack cannot.
 
     ETP_IS_TP: experts are split as everything else.
+    WHOLE_EXPERTS: experts are not split.
+    EP_OR_ETP: experts that are spread are not split.
     EP_WITHIN_DP: experts are spread over data-parallel ranks alone.
     EP_AND_CP_SHARD: ranks that spread experts or cut sequences shard parameters, which is ZeRO 3.
     ZERO_0_DP_ALONE: states are whole with dp as the only degree above 1.
+    REPLICAS_OF_ZERO_3: only ZeRO 3 shards over some of the ranks.
+    SHARDS_OVER_ALL: ZeRO shards over all ranks.
+    FULL_PIPELINE: a step has at least as many micro-batches as stages.
+    WHOLE_ROUNDS: it has a multiple of them.
     """
 
     ETP_IS_TP = "etp_is_tp"
+    WHOLE_EXPERTS = "whole_experts"
+    EP_OR_ETP = "ep_or_etp"
     EP_WITHIN_DP = "ep_within_dp"
     EP_AND_CP_SHARD = "ep_and_cp_shard"
     ZERO_0_DP_ALONE = "zero_0_dp_alone"
+    REPLICAS_OF_ZERO_3 = "replicas_of_zero_3"
+    SHARDS_OVER_ALL = "shards_over_all"
+    FULL_PIPELINE = "full_pipeline"
+    WHOLE_ROUNDS = "whole_rounds"
 
 
 def _etp_is_tp(c: ParallelConfig) -> str | None:
     return f"etp={c.etp}: experts are split as everything else, with tp={c.tp}" if c.expert_tp != c.tp else None
+
+
+def _whole_experts(c: ParallelConfig) -> str | None:
+    return f"etp={c.expert_tp}: experts are not split" if c.expert_tp > 1 else None
+
+
+def _ep_or_etp(c: ParallelConfig) -> str | None:
+    return f"etp={c.expert_tp}: with ep={c.ep} experts are not split" if c.ep > 1 and c.expert_tp > 1 else None
 
 
 def _ep_within_dp(c: ParallelConfig) -> str | None:
@@ -46,14 +66,43 @@ def _zero_0_dp_alone(c: ParallelConfig) -> str | None:
     return f"zero_stage=0: states are whole with dp alone, not with {', '.join(others)}"
 
 
+def _replicas_of_zero_3(c: ParallelConfig) -> str | None:
+    if c.zero_replicas == 1 or c.zero_stage == 3:
+        return None
+    return f"zero_replicas={c.zero_replicas}: only ZeRO 3 shards over fewer ranks, not ZeRO {c.zero_stage}"
+
+
+def _shards_over_all(c: ParallelConfig) -> str | None:
+    return f"zero_replicas={c.zero_replicas}: ZeRO shards over all ranks" if c.zero_replicas > 1 else None
+
+
+def _full_pipeline(c: ParallelConfig) -> str | None:
+    if c.num_micro_batches >= c.pp:
+        return None
+    return f"num_micro_batches={c.num_micro_batches}: fewer than the stages of pp={c.pp}"
+
+
+def _whole_rounds(c: ParallelConfig) -> str | None:
+    if c.num_micro_batches % c.pp == 0:
+        return None
+    return f"num_micro_batches={c.num_micro_batches}: no multiple of the stages of pp={c.pp}"
+
+
+_OF_EXPERTS = frozenset((Limit.ETP_IS_TP, Limit.WHOLE_EXPERTS, Limit.EP_OR_ETP))
 _RULES: Mapping[Limit, Callable[[ParallelConfig], str | None]] = {
     Limit.ETP_IS_TP: _etp_is_tp,
+    Limit.WHOLE_EXPERTS: _whole_experts,
+    Limit.EP_OR_ETP: _ep_or_etp,
     Limit.EP_WITHIN_DP: _ep_within_dp,
     Limit.EP_AND_CP_SHARD: _ep_and_cp_shard,
     Limit.ZERO_0_DP_ALONE: _zero_0_dp_alone,
+    Limit.REPLICAS_OF_ZERO_3: _replicas_of_zero_3,
+    Limit.SHARDS_OVER_ALL: _shards_over_all,
+    Limit.FULL_PIPELINE: _full_pipeline,
+    Limit.WHOLE_ROUNDS: _whole_rounds,
 }
 
 
-def beyond(limit: Limit, config: ParallelConfig) -> str | None:
-    """Return the choice by which a configuration exceeds a limit, and why; None if it does not."""
-    return _RULES[limit](config)
+def beyond(limit: Limit, config: ParallelConfig, num_experts: int) -> str | None:
+    """Return the choice by which a configuration of a model exceeds a limit, and why; None if it does not."""
+    return None if limit in _OF_EXPERTS and not num_experts else _RULES[limit](config)

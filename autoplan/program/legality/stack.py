@@ -73,15 +73,19 @@ def _offload(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _limits(c: ParallelConfig, f: Facts) -> str | None:
-    found = (beyond(limit, c) for limit in f.like.can.limits) if f.like is not None else ()
-    said = next(filter(None, found), None)
-    return said and f"{said}, by {f.like.name if f.like is not None else ''}"
+    if f.like is None or not f.like.can.limits:
+        return None
+    num_experts = 0 if f.model is None else f.model.num_experts
+    said = next(filter(None, (beyond(limit, c, num_experts) for limit in f.like.can.limits)), None)
+    return said and f"{said} ({f.like.name})"
 
+
+_OF_LIMITS = ("etp", "ep", "zero_stage", "zero_replicas", "num_micro_batches", "tp", "dp", "cp", "pp")
 
 RULES: tuple[Rule, ...] = (
     *map(_degree, ("tp", "pp", "cp", "ep", "etp")),
     Rule("the stack has no such ZeRO stage", ("zero_stage", "dp", "cp"), _zero),
-    Rule("the stack has no such combination", ("etp", "ep", "zero_stage", "tp", "dp", "cp", "pp"), _limits),
+    Rule("the stack has no such combination", _OF_LIMITS, _limits),
     Rule("the stack has no such schedule", ("schedule", "virtual_stages", "pp"), _schedule),
     Rule("the stack has no such recompute", ("recompute",), _recompute),
     Rule("the stack has no such mix of recompute", ("recompute", "stages", "pp", "virtual_stages", "schedule"), _mix),
