@@ -13,6 +13,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.search.planner import estimate_config
 from autoplan.search.request import PlanRequest, space_of
 from autoplan.stacks.like import equal_stages, read_like
+from autoplan.stacks.limits import beyond
 from autoplan.stacks.records import stacks, within_layers
 from autoplan.sweeps.capacity import task_of
 from autoplan.sweeps.whatif import points
@@ -88,7 +89,8 @@ def test_a_search_looks_at_what_the_stack_can_do_and_at_all_of_it(name: str) -> 
     def able(c: ParallelConfig) -> bool:
         degrees = all(getattr(c, n) in (None, 1) or n in can.degrees for n in ("tp", "pp", "cp", "ep", "etp"))
         zero = c.dp * c.cp == 1 or c.zero_stage in can.zero_stages
-        return degrees and zero and (c.pp == 1 or c.schedule in can.schedules)
+        within = all(beyond(limit, c, 0) is None for limit in can.limits)
+        return degrees and zero and within and (c.pp == 1 or c.schedule in can.schedules)
 
     free = dataclasses.replace(asked, like=None)
     assert found == {c for c in space_of(free).candidates if able(c)}
