@@ -145,12 +145,16 @@ def _as_run(f: OpFacts, num_keys: int | None = None) -> OpFacts:
 _BESIDE = ("documents", "sinks", "key_bias")  # attributes of inputs after queries, keys and values, in this order
 
 
+def _place_of_bias(f: OpFacts) -> int:
+    return 2 + sum(bool(f.attrs.get(name)) for name in _BESIDE)
+
+
 def with_columns(f: OpFacts) -> OpFacts:
     """Return attention with a bias by key as it runs: as columns of queries and keys (runtime/key_bias.py)."""
     if not f.attrs.get("key_bias"):
         return f
     q, k, v, *beside = f.inputs
-    at = sum(bool(f.attrs.get(name)) for name in _BESIDE) - 1
+    at = _place_of_bias(f) - 3
     times = 1 if beside[at].shape[1] == 1 else q.shape[1] // k.shape[1]
     width = biased_width(k.shape[3], v.shape[3])
     wide = (
@@ -493,10 +497,14 @@ def biased_rule(f: OpFacts, rule_of: Callable[[OpFacts], SavedRule]) -> SavedRul
     inner = with_columns(f)
     rule = rule_of(inner)
     tensors = {f"x{i}": t for i, t in enumerate(inner.inputs)} | {"y0": inner.outputs[0]}
-    sizes = (*(tensors[name].num_bytes for name in kept(inner, rule)), *extra_bytes(inner, rule))
+    at = _place_of_bias(f)  # other operands beside it are kept as they are given
+    given = {f"x{i}": f"x{i + (i >= at)}" for i in range(3, len(inner.inputs))}
+    names = kept(inner, rule)
+    sizes = (*(tensors[name].num_bytes for name in names if name not in given), *extra_bytes(inner, rule))
     made = sum(t.num_bytes for t in inner.inputs[:3])
     forward, backward = workspace_bytes(inner, rule)
-    return SavedRule((), Form.NEW, extra=lambda _: sizes, workspace=lambda _: (forward, backward + made))
+    keeps = tuple((given[name], (0, 1, 2)) for name in names if name in given)
+    return SavedRule(keeps, Form.NEW, extra=lambda _: sizes, workspace=lambda _: (forward, backward + made))
 
 
 def _form(f: OpFacts) -> SavedRule | None:
