@@ -119,7 +119,7 @@ def _within_graphs(use: Use, told: _Told) -> Use:
         if _interrupted(found[-1]):
             raise KeyboardInterrupt
 
-    status = None
+    interrupted = False
     try:
         if isinstance(r.like, Like) and "launch" not in r.like.given:
             without = {"launch": str(Launch.ASYNC)}
@@ -127,14 +127,25 @@ def _within_graphs(use: Use, told: _Told) -> Use:
         for how in _recompute_within(r, config):
             look(replace(r, pins={**r.pins, "recompute": how}), {})
     except KeyboardInterrupt:
-        status = Status.INTERRUPTED
-    if not found:
-        return use if status is None else _stopped(use)
-    certificate = found[-1].result.certificate
+        interrupted = True
     said = "CUDA graphs of layers: without them, or without the recompute that they exclude"
+    best = _restricted(found[-1], said) if found else use
+    return _stopped(best) if interrupted else best
+
+
+def _restricted(use: Use, said: str) -> Use:
+    """Return the use with one more restriction in its certificate."""
+    certificate = use.result.certificate
     certificate = replace(certificate, restrictions=(*certificate.restrictions, said))
-    best = replace(found[-1], result=replace(found[-1].result, certificate=certificate))
-    return best if status is None else _stopped(best)
+    return replace(use, result=replace(use.result, certificate=certificate))
+
+
+def _at_degrees(request: PlanRequest) -> SearchResult:
+    """Return what a search at the degrees of a plan finds. KeyboardInterrupt also if that ended it with a plan."""
+    found = search_plan(request)
+    if found.certificate.status == Status.INTERRUPTED:
+        raise KeyboardInterrupt
+    return found
 
 
 def _recompute_within(request: PlanRequest, config: ParallelConfig) -> list[str]:
@@ -145,7 +156,7 @@ def _recompute_within(request: PlanRequest, config: ParallelConfig) -> list[str]
     for how in module_sets(request, config):
         if not outside_graphs(how):
             with suppress(AutoplanError):  # it does not fit, or is not legal
-                steps[how] = search_plan(replace(at, pins={**at.pins, "recompute": how})).fastest_s
+                steps[how] = _at_degrees(replace(at, pins={**at.pins, "recompute": how})).fastest_s
     return [NONE, *([min(steps, key=lambda how: steps[how])] if steps else [])]
 
 
@@ -158,11 +169,9 @@ def _with_settings(use: Use, told: _Told) -> Use:
     for other in other_settings(use.request, plan.config):
         tried.append(f"{other.option}={other.value}")
         try:
-            found = search_plan(at_degrees(other.request, plan.config))
+            found = _at_degrees(at_degrees(other.request, plan.config))
         except AutoplanError:  # nothing fits with it, or no layout was found in time
             continue
-        if found.certificate.status == Status.INTERRUPTED:
-            raise KeyboardInterrupt
         if found.fastest_s < below and not lacks_graphs(other.request, found.plans[0].config):
             below, better = found.fastest_s, Use(other.request, found, {other.option: other.value})
     if not tried:
@@ -172,6 +181,4 @@ def _with_settings(use: Use, told: _Told) -> Use:
         taken = again.result.fastest_s < use.result.fastest_s
         use = again if taken and not lacks_graphs(again.request, again.result.plans[0].config) else use
     where = "settings of the stack: its defaults; at the degrees of the best plan also, one at a time, "
-    certificate = use.result.certificate
-    certificate = replace(certificate, restrictions=(*certificate.restrictions, where + ", ".join(tried)))
-    return replace(use, result=replace(use.result, certificate=certificate))
+    return _restricted(use, where + ", ".join(tried))

@@ -129,14 +129,14 @@ class SearchPair:
             return
         lists = [[i for i, half in zip(items, halves, strict=True) if half == each] for each in (PLANNER, HELPER)]
         in_order = [*lists[PLANNER], *lists[HELPER]]  # the halves, each of which both processes have in the same order
-        mine: dict[int, Any] = {}
+        done: list[int] = []
         for at in self._places(self._mine, len(lists[PLANNER]), len(items), by_either):
             work(in_order[at])
-            mine[at] = None
+            done.append(at)
         if not items:
             return
-        found = self._exchange({at: read(in_order[at]) for at in mine}, len(items))
-        if len(mine) + len(found) != len(items) or mine.keys() & found.keys():
+        found = self._exchange({at: read(in_order[at]) for at in done}, len(items))
+        if sorted([*done, *found]) != list(range(len(items))):
             raise LostHelperError("the helper of the search is not where the planner is")
         for at in sorted(found):
             write(in_order[at], found[at])

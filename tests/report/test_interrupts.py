@@ -216,6 +216,17 @@ def test_a_search_with_another_setting_that_is_interrupted_ends_it(
     assert searches.num == 2
 
 
+def test_a_search_for_what_graphs_allow_that_is_interrupted_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the degrees of a plan, where the search that Ctrl-C ends has one."""
+    monkeypatch.setattr(uses, "lacks_graphs", lambda request, config: True)
+    monkeypatch.setattr(uses, "module_sets", lambda request, config: ["modules:layernorm", "modules:mlp"])
+    monkeypatch.setattr(uses, "at_degrees", lambda request, config: request)
+    monkeypatch.setattr(uses, "search_plan", searches := Searches(FOUND, CUT_SHORT, FOUND, FOUND))
+    found = best_use(REQUEST)
+    assert found.result.plans == FOUND.plans and found.result.certificate.status == "interrupted"
+    assert searches.num == 2
+
+
 def test_an_interrupted_plan_is_explained_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uses, "search_plan", searches := Searches(CUT_SHORT))
     found = explain(REQUEST)

@@ -177,11 +177,16 @@ class HiddenPairs:
         self.mask.refuse(name)
 
 
-for _name in OPERATORS:
-    for _kind in (PendingMask, HiddenPairs):
-        setattr(_kind, f"__{_name}__", ends_trace(f"__{_name}__"))
-for _kind in (PendingMask, HiddenPairs):
-    _kind.__hash__ = object.__hash__  # type: ignore[method-assign]
+def end_trace_at_operators(*kinds: type[_Pending]) -> None:
+    """Give classes of something pending the operators of tensors that they do not define, each by `ends_trace`."""
+    for kind in kinds:
+        for name in (f"__{each}__" for each in OPERATORS):
+            if name not in vars(kind):
+                setattr(kind, name, ends_trace(name))
+        kind.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+end_trace_at_operators(PendingMask, HiddenPairs)
 
 
 def _rebuilt(documents: Any, lengths: Any, asked: Asked, ledger: Ledger) -> PendingMask:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoplan.capture.frontend import windows  # noqa: F401  registers the ops
-from autoplan.capture.frontend.masks import OPERATORS, HiddenPairs, Ledger, PendingMask, ends_trace, taken
+from autoplan.capture.frontend.masks import HiddenPairs, Ledger, PendingMask, end_trace_at_operators, taken
 
 # what hides pairs: the least number of the dtype of queries, which is that of the scores or a narrower one
 _LEAST = torch.finfo(torch.float16).min
@@ -328,11 +328,8 @@ class SpentScores:
         self._mask.refuse(name)
 
 
+end_trace_at_operators(PendingScores, SpentScores)
 for _kind in (PendingScores, SpentScores):
-    for _name in OPERATORS:
-        if f"__{_name}__" not in vars(_kind):
-            setattr(_kind, f"__{_name}__", ends_trace(f"__{_name}__"))
-    _kind.__hash__ = object.__hash__  # type: ignore[method-assign]
     pytree.register_pytree_node(
         _kind, lambda scores: ([scores._mask], None), lambda children, _: SpentScores(*children)
     )
