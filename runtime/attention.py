@@ -81,6 +81,10 @@ def attention(
             sinks or softcap with an argument that they exclude, or both ring and gather.
     """
     _check_heads(q, k, v)
+    all_keys = window is None and ahead is None and chunk is None and softcap is None and documents is None
+    plain = sinks is None and key_bias is None and not dropout_p
+    if all_keys and plain and gather is None and ring is None and ulysses is None:  # the usual case, with no checks
+        return _at_once(q, k, v, causal, scale, mask)
     if key_bias is not None:
         if softcap is not None:
             raise ValueError(f"attention: softcap={softcap} with a key_bias, which would be capped, too; give a mask")
@@ -143,9 +147,16 @@ def _by_keys(
         return _windowed(q, k, v, how, how.window, documents)
     if documents is not None:
         mask = same_document(documents, documents)[:, None]
-    if how.causal and mask is not None:  # SDPA takes one or the other
-        return sdpa(q, k, v, mask=_causal(mask, q.shape[2], k.shape[2]), scale=how.scale)
-    return sdpa(q, k, v, mask=mask, causal=how.causal, scale=how.scale)
+    return _at_once(q, k, v, how.causal, how.scale, mask)
+
+
+def _at_once(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of whole sequences by one kernel of torch."""
+    if causal and mask is not None:  # SDPA takes one or the other
+        return sdpa(q, k, v, mask=_causal(mask, q.shape[2], k.shape[2]), scale=scale)
+    return sdpa(q, k, v, mask=mask, causal=causal, scale=scale)
 
 
 def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -11,9 +11,10 @@ import dis
 import enum
 import functools
 import inspect
+import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -25,6 +26,7 @@ _MODES = frozenset(("training", "gradient_checkpointing"))
 _NUMBERS = (bool, int, float, complex)
 _NOT_PLAIN = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _Read = Callable[[], Any]
+_Entry = tuple[str, _Read, Any]
 _Known = dict[tuple[type, str], frozenset[str]]  # the attributes that a method of a class reads
 _MOST_ELEMENTS = 65_536  # of a tensor whose values are kept
 # statistics that a norm changes itself, when somebody runs the module
@@ -51,7 +53,7 @@ class GivenNumbers:
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
-        self._entries: list[tuple[str, _Read, Any]] = []
+        self._entries: list[_Entry] = []
         self._tensors: list[tuple[str, _Read, _KeptTensor]] = []
         self._functions: list[tuple[str, _Read, weakref.ref[_Function], str]] = []
         self._names = _Known()
@@ -61,6 +63,7 @@ class GivenNumbers:
             self._add_loss(loss_fn)
         self._names.clear()  # it has classes, whose methods may hold modules
         self._seen.clear()
+        self._alone, self._others = _by_holder(self._entries)
 
     def texts(self) -> dict[str, str]:
         """Return the numbers by name, as text."""
@@ -68,7 +71,11 @@ class GivenNumbers:
 
     def changed(self) -> str | None:
         """Return what is another number now than at first, as an error for the user; None if nothing is."""
-        for name, read, was in self._entries:
+        others = self._others
+        for group in self._alone:
+            if not group.is_same():
+                others = [*others, *group.entries]
+        for name, read, was in others:
             value = read()
             if value is was or value is _GONE or (now := _frozen(value)) == was or (now != now and was != was):
                 continue
@@ -213,6 +220,44 @@ class GivenNumbers:
         self._add(name + of, read)
         held = read()
         self._add_inside(name, of, _reference(held) or read, (), held, of_objects)  # it may hold a module
+
+
+class _Alone:
+    """Attributes of one object whose values nobody can change in place: all are looked at in one call, in every step.
+
+    Attributes:
+        entries: what `GivenNumbers` knows of each.
+    """
+
+    def __init__(self, holder: _Read, entries: Sequence[_Entry], names: Sequence[str]) -> None:
+        self.entries = entries
+        self._holder = holder
+        self._of = operator.itemgetter(*names, names[0])  # of one name alone it would give no tuple
+        self._were = self._of(_attributes(holder()))
+
+    def is_same(self) -> bool:
+        """Return True if the object is gone, or has the very same values as before."""
+        holder = self._holder()
+        try:
+            return holder is None or all(map(operator.is_, self._of(_attributes(holder)), self._were))
+        except KeyError:
+            return False
+
+
+def _by_holder(entries: Sequence[_Entry]) -> tuple[list[_Alone], list[_Entry]]:
+    """Return the entries that are attributes which nobody can change in place, by their objects, and all others."""
+    found: dict[int, tuple[_Read, list[_Entry], list[str]]] = {}
+    others = []
+    for entry in entries:
+        read = entry[1]
+        holder, *path = read.args if isinstance(read, functools.partial) and read.func is _value else (read,)
+        if len(path) == 1 and not path[0].is_entry and isinstance(read(), (*_NUMBERS, str, type(None))):
+            group = found.setdefault(id(holder), (holder, [], []))
+            group[1].append(entry)
+            group[2].append(path[0].key)
+        else:
+            others.append(entry)
+    return [_Alone(*group) for group in found.values()], others
 
 
 class _KeptTensor:

@@ -417,22 +417,22 @@ class ParallelModel(StateMethods):
         problem = problem or self._changed()
         parts = [] if problem is not None else [part for batch in batches for part in self._batches.cut(batch)]
         keys = self.progress.seed, self.progress.num_steps
-        counts = self._batches.settle(
-            batches,
-            problem,
-            lambda: self._inputs.count(parts, len(batches), *keys, self.data_rank),
-            data_rank=self.data_rank,
-            step=self._num_own_steps,
-            settings=self._settings,
-        )
-        denominators = self._inputs.denominators(counts)
-        self._state.follow_first_copies()
-        if self._dropped is not None:
-            self._dropped.begin()
-        self._drop_gradients()
-        if self._host is not None:
-            self._host.give_parameters()
         with self._in_mesh():
+            counts = self._batches.settle(
+                batches,
+                problem,
+                lambda: self._inputs.count(parts, len(batches), *keys, self.data_rank),
+                data_rank=self.data_rank,
+                step=self._num_own_steps,
+                settings=self._settings,
+            )
+            denominators = self._inputs.denominators(counts)
+            self._state.follow_first_copies()
+            if self._dropped is not None:
+                self._dropped.begin()
+            self._drop_gradients()
+            if self._host is not None:
+                self._host.give_parameters()
             generators = self._inputs.generators(parts, len(batches), *keys, counts.samples, self.data_rank)
             self._inputs.complete(parts, denominators, generators)
             total = self._total(next(iter(self._syncs.values())) if len(self._syncs) == 1 else None)
@@ -457,7 +457,7 @@ class ParallelModel(StateMethods):
         return None if self.given is None else self.given.changed()
 
     def _in_mesh(self) -> AbstractContextManager[AxisMesh]:
-        return use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ())
+        return use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else (), only_checked=True)
 
     def _total(self, sync: GradientSync | None = None) -> TotalLoss:
         apart = self._alone is not None
@@ -517,7 +517,8 @@ class ParallelModel(StateMethods):
         parts: list[dict[str, Any]] = [] if problem is not None or not num else batches.cut(batch, num)
         keys = self.progress.seed, evaluation_key(self.progress.num_steps, self._num_evaluations_of_step)
         count = functools.partial(inputs.count, parts, 1, *keys, self.data_rank)
-        counts = batches.settle([batch], problem, count, data_rank=self.data_rank, step=self._num_evaluations)
+        with self._in_mesh():
+            counts = batches.settle([batch], problem, count, data_rank=self.data_rank, step=self._num_evaluations)
         denominators = inputs.denominators(counts)
         self._state.follow_first_copies()
         if self._host is not None:

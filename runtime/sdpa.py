@@ -130,7 +130,7 @@ def sdpa(
     """
     grouped, value_size = q.shape[1] != k.shape[1], v.shape[3]
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
-    if choose_for(q, k, v, masked=mask is not None, causal="start" if causal else "") == "repeated":
+    if grouped and choose_for(q, k, v, masked=mask is not None, causal="start" if causal else "") == "repeated":
         times = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), False
     if q.device.type == "cuda" and q.dtype != torch.float64:

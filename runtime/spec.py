@@ -228,6 +228,7 @@ class ProgramSpec:
     evaluation: ProgramSpec | None = None  # what the `evaluate` of its stages computes, if that is something else
     equal_samples: bool = False  # it uses the size of micro-batches that data-parallel ranks share, each with as many
     no_evaluation: str = ""  # why there is none although it would be something else
+    draws: bool = True  # it draws random numbers: its stages read `rng`
     draws_counts: bool = False  # what the loss counts depends on random numbers: `count` of its stages takes `rng`
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from autoplan.runtime.agree import AgreedValueError
 from autoplan.runtime.batch import Counts
-from autoplan.runtime.mesh import AxisMesh, use_mesh
+from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.spec import CarriedSpec, ProgramSpec, evaluate_terms
 from autoplan.runtime.stages import Carried
 from autoplan.units import LossUnit
@@ -46,7 +46,7 @@ class StageInputs:
     def count(
         self, parts: Sequence[MicroBatch], num_batches: int, seed: int, step: int, data_rank: int
     ) -> float | torch.Tensor:
-        """Return what this rank's micro-batches add to the denominators of the loss.
+        """Return what this rank's micro-batches add to the denominators of the loss. Runs in the mesh.
 
         Args:
             num_batches, seed, step, data_rank: as for `generators`.
@@ -58,9 +58,8 @@ class StageInputs:
             samples = [sum(map(_num_samples, parts))] * self._mesh.size("dp")
             generators = self.generators(parts, num_batches, seed, step, samples, data_rank)
             given = [{"rng": generator} for generator in generators]
-        with use_mesh(self._mesh):
-            counts = (self._stage.count(**part, **more) for part, more in zip(parts, given, strict=True))
-            counted: torch.Tensor = functools.reduce(operator.add, counts)
+        counts = (self._stage.count(**part, **more) for part, more in zip(parts, given, strict=True))
+        counted: torch.Tensor = functools.reduce(operator.add, counts)
         return counted
 
     def denominators(self, counts: Counts) -> dict[str, torch.Tensor]:
@@ -94,12 +93,16 @@ class StageInputs:
         step: int,
         samples: Sequence[int],
         data_rank: int,
-    ) -> Sequence[torch.Tensor]:
+    ) -> Sequence[torch.Tensor | None]:
         """Return for each micro-batch what draws are keyed by: seed, step, and the global number of its first sample.
+
+        None for each, if nothing is drawn.
 
         Samples are numbered batch by batch, within a batch data rank by data rank, of which each has `samples` in all
         `num_batches` batches. One copy to the device for all micro-batches, without synchronisation.
         """
+        if not self._spec.draws:
+            return [None] * len(parts)
         sizes, each = [_num_samples(part) for part in parts], len(parts) // num_batches
         whole, before = (sum(numbers) // num_batches for numbers in (samples, samples[:data_rank]))
         firsts = [k // each * whole + before + sum(sizes[k - k % each : k]) for k in range(len(parts))]

@@ -57,6 +57,8 @@ class TotalLoss:
             total, work = self._sent
             if work is not None:
                 work.wait()
+        elif not self._axes:
+            total = self._own(losses)
         else:
             total = self._own(losses).to(torch.float64, copy=True)
             for axis in self._axes:

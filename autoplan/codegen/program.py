@@ -205,6 +205,7 @@ class _Compiler:
             one_part=batch_obstacle(self.graph) or "",
             equal_samples=uses_batch_size(self.graph),
             no_evaluation=self.no_evaluation,
+            draws=any(self.lowered[call.block].num_draws for call in self.graph.calls),
             draws_counts=self._draws_counts(),
         )
         if self.evaluation is not None:

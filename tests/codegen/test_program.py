@@ -165,8 +165,13 @@ def test_spec_round_trip() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_source_is_plain_python(case: Case) -> None:
-    """No device constants, no views, no group names; every line that makes a tensor says its shape and type."""
-    for text in compiled(case).sources.values():
+    """No device constants, no views, no group names; every line that makes a tensor says its shape and type.
+
+    A program that draws nothing is given no numbers to draw by.
+    """
+    program = compiled(case)
+    assert program.spec.draws == any("rng=rng" in text for text in program.sources.values()) == bool(case.dropout)
+    for text in program.sources.values():
         ast.parse(text)
         assert ".view(" not in text and "'cpu'" not in text and "cuda" not in text
         body = [

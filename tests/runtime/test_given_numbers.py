@@ -295,6 +295,24 @@ def test_no_class_is_kept_alive() -> None:
     assert alive() is None and numbers.changed() is None
 
 
+def test_values_that_are_looked_at_together() -> None:
+    """Another object of the same value is none; a tensor of the same value, None and nothing at all are told apart."""
+    model = Model()
+    numbers = GivenNumbers(model, None)
+    drop = model.inner.dropout
+    drop.p = float("0.1")
+    assert numbers.changed() is None
+    drop.p = torch.tensor(0.1)
+    assert "inner.dropout.p was 0.1" in (numbers.changed() or "") and "no number" in (numbers.changed() or "")
+    drop.p, drop.inplace = 0.1, None
+    assert "inner.dropout.inplace was False" in (numbers.changed() or "")
+    del drop.inplace
+    model.inner.name = "outer"
+    assert "inner.name was 'inner'" in (numbers.changed() or "")
+    model.inner.name = "inner"
+    assert numbers.changed() is None  # of what is gone nothing is known
+
+
 def test_what_is_no_number_of_the_forward_may_change() -> None:
     """A counter of its own, what no method reads, modes, training, the whole model."""
     model = Model()
