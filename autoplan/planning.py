@@ -199,7 +199,8 @@ def planned(request: PlanRequest, name: str | None = None, cluster: str | None =
     from autoplan.report.data import Unnamed, evidence_of, plan_report
 
     found = search_plan(request)
-    best, evidence = found.plans[0], evidence_of(request)
+    request, best = found.request, found.plans[0]
+    evidence = evidence_of(request)
     plan, layouts = searched_plan(request.graph, best, found.certificate, evidence, request.precision)
     asked = asked_of(request, name, cluster)
     document = plan_report(request, found, asked=asked, unnamed=Unnamed() if name is None else None)

@@ -18,7 +18,6 @@ from autoplan.report import data
 from autoplan.report.text import paragraph, plain_table, prices, run_cells, task_notes
 from autoplan.search.certificate import Status
 from autoplan.sweeps.capacity import CapacityTask, Cell, cell_row
-from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.whatif import RunTask, notes
 
 _LISTS = {
@@ -98,7 +97,7 @@ def _plan_columns(cell: Cell, run: Run | None, marks: dict[str, int]) -> list[st
     if point.planned is None or run is None:
         return ["-"] * 5 + [f"{point.status} [{marks.setdefault(point.reason, len(marks) + 1)}]"]
     e = point.planned.estimate
-    words = [plan_label(point.planned.config, e)]
+    words = [point.label]
     c = point.certificate
     if c is not None and c.status != "complete":
         near = c.status == Status.NEAR

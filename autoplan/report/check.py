@@ -180,8 +180,8 @@ def _better(found: Check, request: PlanRequest, seconds: float, told: Any) -> Be
     fixed, reason = {**_unsaid(read), **request.pins}, ""
     for _ in range(_SEARCHES):
         try:
-            asked = replace(request, pins=fixed, top=_SHOWN, time_limit_s=seconds, patient=False)
-            result = search_plan(asked, told)
+            result = search_plan(replace(request, pins=fixed, top=_SHOWN, time_limit_s=seconds, patient=False), told)
+            asked = result.request
         except AutoplanError as error:
             reason = str(error)
             break

@@ -313,7 +313,7 @@ def other_plan(request: PlanRequest, vs: str, seconds: float) -> OtherPlan:
     result = search_plan(asked)
     if result.certificate.status is Status.INTERRUPTED:
         raise KeyboardInterrupt
-    return OtherPlan(asked, result.plans[0], vs, result.certificate)
+    return OtherPlan(result.request, result.plans[0], vs, result.certificate)
 
 
 def versus_text(out: Console, request: PlanRequest, own: Planned, other: OtherPlan, found: Difference) -> None:

@@ -24,7 +24,6 @@ from autoplan.report.tables import print_fitting
 from autoplan.report.task_text import settings_text
 from autoplan.report.text import paragraph, prices, task_notes
 from autoplan.report.waiting import INCOMPLETE, waiting
-from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.size import Kind, Size, SizePoint, nodes_of, read_kinds, size, size_rows
 from autoplan.sweeps.whatif import RunTask, batch_warning
 
@@ -174,7 +173,7 @@ def _curve(out: Console, kind: Kind, found: Size) -> None:
             rows.append((name, f"{p.num_devices:,}", "-", "-", "-", "-", "", why))
             continue
         e = p.point.planned.estimate
-        label = plan_label(p.point.planned.config, e)
+        label = p.point.label
         c = p.point.certificate
         label += f" ({c.status}, gap {numbers.percent(c.gap)})" if c is not None and c.gap > 0.05 else ""
         mark = "meets" if p.meets(found.deadline_days, found.budget_usd) else ""

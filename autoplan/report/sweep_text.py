@@ -12,7 +12,6 @@ from autoplan.report.tables import fitting_table
 from autoplan.report.text import heading, paragraph, prices, run_cells, task_notes
 from autoplan.search.certificate import Status
 from autoplan.search.planner import PlanRequest
-from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.whatif import STEP_ONLY, Point, RunTask, notes, row, run_of
 
 
@@ -44,7 +43,7 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run:
                 cells += days_and_cost[::2]  # only --csv and --json show them with failures
             cells.append(f"{(e.memory_capacity_bytes - e.peak_memory_bytes.mid) / 1e9:.1f}")
             ended = "" if data["search_status"] in _AS_ASKED else f" ({data['search_status']})"
-            cells.append(plan_label(point.planned.config, e) + ended)
+            cells.append(point.label + ended)
         rows.append(cells)
     table, left_out = fitting_table(heads, rows, out.width, _LESS_NEEDED)
     out.print(table)

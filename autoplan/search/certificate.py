@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autoplan.config.html import table
@@ -125,13 +125,25 @@ class SearchResult:
     """Plans, the chosen one first, then the fastest others, and the certificate of the fastest.
 
     Attributes:
+        request: what the plans answer: what was asked, or with settings of the stack with which its best plan runs
+            (`autoplan.search.within_graphs`).
         equals: all plans that were found equal to the fastest within `PlanRequest.equal_within`, but the chosen one,
             with their step times in seconds, fastest first. The chosen one is the simplest of them.
     """
 
     plans: tuple[Planned, ...]
     certificate: Certificate
+    request: PlanRequest
     equals: tuple[tuple[ParallelConfig, float], ...] = ()
+
+    def restricted(self, said: str) -> SearchResult:
+        """Return the result with one more restriction in its certificate."""
+        restrictions = (*self.certificate.restrictions, said)
+        return replace(self, certificate=replace(self.certificate, restrictions=restrictions))
+
+    def stopped(self) -> SearchResult:
+        """Return the result as the best so far: Ctrl-C ended what would have gone on from it."""
+        return replace(self, certificate=replace(self.certificate, status=Status.INTERRUPTED))
 
     @property
     def known(self) -> tuple[tuple[ParallelConfig, float], ...]:

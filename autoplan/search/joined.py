@@ -36,7 +36,7 @@ def joined_plans(request: PlanRequest, first: SearchResult, second: SearchResult
         if entry[1] <= below_s and entry[0] not in (chosen.config, *(config for config, _ in equals)):
             equals.append(entry)
     certificate = _to_best(first.certificate, first.fastest_s, best_s, request.allowed_gap)
-    return SearchResult(tuple(plans), certificate, tuple(equals))
+    return SearchResult(tuple(plans), certificate, request, tuple(equals))
 
 
 def joined_certificates(

@@ -64,6 +64,7 @@ from autoplan.search.request import (
 )
 from autoplan.search.simplicity import MOST_EXAMINED, Complexity, complexity, limit_s, simpler_first
 from autoplan.search.standings import Evaluated
+from autoplan.search.within_graphs import within_graphs
 
 __all__ = [
     "CandidateLayout",
@@ -147,7 +148,7 @@ class _Search(Candidates):
         others = self.plans.asked(self.plans.others(chosen), [chosen])[: self.request.top - 1]
         plans = tuple(self._planned(entry) for entry in (chosen, *others))
         near = tuple((self._config(entry), entry.step_s) for entry in sorted(equals, key=lambda e: e.step_s))
-        return SearchResult(plans, self._certificate(self.checked), near)
+        return SearchResult(plans, self._certificate(self.checked), self.request, near)
 
     def _help(self) -> None:
         self.teller = Teller(None)
@@ -474,6 +475,9 @@ class _Search(Candidates):
 def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> SearchResult:
     """Return the best plans of the space, and the certificate. `told` gets the progress a few times a second.
 
+    Where CUDA graphs of the stack exclude the recompute of the best plan, it is the best one that runs, and the
+    result's `request` has the settings with which it does (`autoplan.search.within_graphs`).
+
     Raises: PinError if nothing is legal, NothingFits (has a report), StoppedError if no plan was found in time.
 
     Example:
@@ -481,12 +485,18 @@ def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = 
         >>> search_plan(PlanRequest(load_model("gpt2"), Cluster.parse("1xh100"), 1024, 16)).plans[0].config.dp
         1
     """
+    return within_graphs(search_as_given(request, told), functools.partial(search_as_given, told=told))
+
+
+def search_as_given(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> SearchResult:
+    """As `search_plan`, with the settings of the request, also where the stack does not run the best plan with them."""
     start_s = clock.now_s()
     try:
         found: SearchResult | NotFasterError = _search_once(request, told)
     except NotFasterError as error:
         found = error
-    return with_layers_alike(request, found, _search_once, start_s + request.time_limit_s)
+    result = with_layers_alike(request, found, _search_once, start_s + request.time_limit_s)
+    return replace(result, request=request)
 
 
 def _search_once(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> SearchResult:

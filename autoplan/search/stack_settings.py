@@ -41,6 +41,12 @@ def other_settings(request: PlanRequest, config: ParallelConfig) -> Iterator[Oth
                 yield OtherSetting(name, str(value), replace(request, like=like.but(**{name: value})))
 
 
+def settings_taken(asked: PlanRequest, answered: PlanRequest) -> dict[str, str]:
+    """Return the settings of the stack that the second request gives otherwise than the first, as texts by name."""
+    was, now = (r.like.given if isinstance(r.like, Like) else {} for r in (asked, answered))
+    return {name: str(value) for name, value in now.items() if was.get(name) != value}
+
+
 def lacks_graphs(request: PlanRequest, config: ParallelConfig) -> bool:
     """Return True for a plan that is priced with CUDA graphs, which Megatron does not take with its recompute."""
     return OUTSIDE_GRAPHS in not_executed(config, request.facts)

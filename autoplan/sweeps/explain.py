@@ -269,8 +269,7 @@ def alternative(
 ) -> Alternative:
     """Return the best plan of a request with further pins, in comparison with a plan."""
     try:
-        asked = replace(request, pins={**request.pins, **pins})
-        result = _searched(asked)
+        result = _searched(replace(request, pins={**request.pins, **pins}))
     except StoppedError as error:
         return Alternative(value, pins, "stopped", reason=str(error))
     except InfeasibleError as error:
@@ -278,7 +277,7 @@ def alternative(
     except AutoplanError as error:
         return Alternative(value, pins, "illegal", reason=str(error))
     best = result.plans[0]
-    changed = difference(request, own, asked, best, run)
+    changed = difference(request, own, result.request, best, run)
     return Alternative(value, pins, "ok", best, changed, result.certificate)
 
 

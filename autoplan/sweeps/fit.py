@@ -129,7 +129,8 @@ def _try_ways(request: PlanRequest, found: list[Way], seconds: float, told: Call
 
 
 def _as_asked(request: PlanRequest) -> Use:
-    return Use(request, search_plan(request))
+    result = search_plan(request)
+    return Use(result.request, result)
 
 
 def _tried(name: str, request: PlanRequest, use: Callable[[PlanRequest], Use] = _as_asked) -> Way:

@@ -77,6 +77,7 @@ def pools(
 
 def _alone(request: PlanRequest) -> Alone:
     try:
-        return Alone(request, search_plan(request).plans[0])
+        result = search_plan(request)
+        return Alone(result.request, result.plans[0])
     except AutoplanError as error:
         return Alone(request, None, str(error))

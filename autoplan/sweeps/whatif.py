@@ -43,6 +43,7 @@ from autoplan.program.adapters import with_adapters
 from autoplan.program.legality import not_executed
 from autoplan.search.certificate import how_searched
 from autoplan.search.planner import Certificate, Planned, PlanRequest, StoppedError, search_plan
+from autoplan.search.stack_settings import settings_taken
 from autoplan.sweeps.label import evidence_label, plan_label
 from autoplan.units import dtype_bytes
 
@@ -143,14 +144,29 @@ def critical_batch(graph: ModelGraph, tokens: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a what-if: the varied values, and the best plan or the reason why there is none."""
+    """One point of a what-if: the varied values, and the best plan or the reason why there is none.
+
+    Attributes:
+        request: what the plan answers; that of the point, but for `settings`.
+        status: "ok", "does not fit", "illegal", without a plan yet: "stopped" (by time), "interrupted" (by Ctrl-C).
+        settings: options of the stack with which the plan runs, otherwise than asked (`SearchResult.request`).
+    """
 
     varied: Mapping[str, object]
     request: PlanRequest | None
     planned: Planned | None
-    status: str  # "ok", "does not fit", "illegal", without a plan yet: "stopped" (by time), "interrupted" (by Ctrl-C)
+    status: str
     reason: str = ""
     certificate: Certificate | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The plan in one line, with the settings that it has otherwise than asked; empty without a plan."""
+        if self.planned is None:
+            return ""
+        plan = plan_label(self.planned.config, self.planned.estimate)
+        return " ".join([plan, *(f"{name}={value}" for name, value in self.settings.items())])
 
     def run(self, run: RunTask) -> Run | None:
         """Return the whole run with this plan; None without a plan, or without tokens."""
@@ -326,7 +342,8 @@ def points(
         )
         if key not in known:
             known[key] = point_of(request, search)
-        yield replace(known[key], varied=varied, request=request)
+        answered = known[key].request or request
+        yield replace(known[key], varied=varied, request=replace(answered, cluster=request.cluster))
         if known[key].interrupted:
             return
 
@@ -335,7 +352,8 @@ def point_of(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Poin
     """Return the best plan of a request, or why there is none; Ctrl-C and errors are states of the point."""
     try:
         result = search(request)
-        return Point({}, request, result.plans[0], "ok", certificate=result.certificate)
+        taken = settings_taken(request, result.request)
+        return Point({}, result.request, result.plans[0], "ok", "", result.certificate, taken)
     except KeyboardInterrupt:
         return Point({}, request, None, INTERRUPTED, "interrupted before a plan was found")
     except StoppedError as error:
@@ -357,7 +375,7 @@ def row(point: Point, run: RunTask = STEP_ONLY) -> dict[str, object]:
     out |= dict.fromkeys(_ESTIMATED) if estimate is None else _estimate_columns(estimate)
     if run.tokens is not None:
         out |= _run_columns(point.run(run))
-    out["plan"] = plan_label(planned.config, planned.estimate) if planned is not None else None
+    out["plan"] = point.label or None
     out["evidence"] = evidence_label(estimate) if estimate is not None else None
     priced = None if planned is None or request is None else not_executed(planned.config, request.facts)
     out["priced_not_executed"] = None if priced is None else "; ".join(priced)

@@ -125,7 +125,7 @@ def by_whatif(r: PlanRequest, pins: Mapping[str, Any]) -> str:
     def search(request: PlanRequest) -> Any:
         check_task(request)
         space_of(request)
-        return SimpleNamespace(plans=[None], certificate=None)
+        return SimpleNamespace(plans=[None], certificate=None, request=request)
 
     try:
         (point,) = points(r, {name: [value] for name, value in pins.items()}, search)

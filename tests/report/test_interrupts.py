@@ -27,6 +27,7 @@ from autoplan.cli import app
 from autoplan.report.sweep_rows import planned_rows
 from autoplan.report.waiting import Countdown
 from autoplan.search import best_use as uses
+from autoplan.search import within_graphs as graphs
 from autoplan.search.best_use import best_use
 from autoplan.search.planner import PlanRequest, SearchResult, Status
 from autoplan.sweeps.explain import explain
@@ -173,8 +174,8 @@ runpy.run_module("autoplan", run_name="__main__")
 
 # -- in this process ---------------------------------------------------------------------------------------------------
 
-FOUND = SearchResult((OWN, SPLIT), CERTIFICATE)
-CUT_SHORT = SearchResult((OWN, SPLIT), replace(CERTIFICATE, status=Status.INTERRUPTED))
+FOUND = SearchResult((OWN, SPLIT), CERTIFICATE, REQUEST)
+CUT_SHORT = SearchResult((OWN, SPLIT), replace(CERTIFICATE, status=Status.INTERRUPTED), REQUEST)
 
 
 class Searches:
@@ -218,13 +219,12 @@ def test_a_search_with_another_setting_that_is_interrupted_ends_it(
 
 def test_a_search_for_what_graphs_allow_that_is_interrupted_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the degrees of a plan, where the search that Ctrl-C ends has one."""
-    monkeypatch.setattr(uses, "lacks_graphs", lambda request, config: True)
-    monkeypatch.setattr(uses, "module_sets", lambda request, config: ["modules:layernorm", "modules:mlp"])
-    monkeypatch.setattr(uses, "at_degrees", lambda request, config: request)
-    monkeypatch.setattr(uses, "search_plan", searches := Searches(FOUND, CUT_SHORT, FOUND, FOUND))
-    found = best_use(REQUEST)
-    assert found.result.plans == FOUND.plans and found.result.certificate.status == "interrupted"
-    assert searches.num == 2
+    monkeypatch.setattr(graphs, "lacks_graphs", lambda request, config: True)
+    monkeypatch.setattr(graphs, "module_sets", lambda request, config: ["modules:layernorm", "modules:mlp"])
+    monkeypatch.setattr(graphs, "at_degrees", lambda request, config: request)
+    found = graphs.within_graphs(FOUND, searches := Searches(CUT_SHORT, FOUND, FOUND))
+    assert found.plans == FOUND.plans and found.certificate.status == "interrupted"
+    assert searches.num == 1
 
 
 def test_an_interrupted_plan_is_explained_no_further(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ GAINS = (
     Setting("nic", "network between nodes, Gbit/s per device", 400.0, 800.0, 0.041),
     Setting("precision", "precision", "bf16", "fp8", 0.38),
 )
-RESULT = SearchResult((OWN, SPLIT), CERTIFICATE, ((ParallelConfig(dp=4, zero_stage=3, micro_batch_size=16), 0.1),))
+EQUALS = ((ParallelConfig(dp=4, zero_stage=3, micro_batch_size=16), 0.1),)
+RESULT = SearchResult((OWN, SPLIT), CERTIFICATE, REQUEST, EQUALS)
 ANSWER = Answer("gpt2", "4xh100@price=2", REQUEST, RESULT, RunTask(3e11), ("seq_len",), True, GAINS)
 
 

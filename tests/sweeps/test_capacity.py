@@ -180,7 +180,8 @@ def fake_search(request: PlanRequest) -> Any:
         raise KeyboardInterrupt
     if request.pins.get("tp") == 3:
         raise PinError("pin tp=3 does not divide the 4 devices; nearest legal: 2 or 4")
-    return SimpleNamespace(plans=[planned()], certificate=SimpleNamespace(status="complete", gap=0.25))
+    complete = SimpleNamespace(status="complete", gap=0.25)
+    return SimpleNamespace(plans=[planned()], certificate=complete, request=request)
 
 
 @pytest.fixture

@@ -53,6 +53,7 @@ class _Made:
     """What a search returns, with a made-up step time."""
 
     plans: tuple[Any, ...]
+    request: PlanRequest
     certificate: Any = None
 
 
@@ -68,7 +69,7 @@ def made_up(step_s: Callable[[int], float]) -> tuple[Callable[[PlanRequest], _Ma
         if not seconds < math.inf:
             raise InfeasibleError("nothing fits")
         step = real.estimate.step_time_s * (seconds / real.estimate.step_time_s.mid)
-        return _Made((replace(real, estimate=replace(real.estimate, step_time_s=step)),))
+        return _Made((replace(real, estimate=replace(real.estimate, step_time_s=step)),), request)
 
     return search, asked
 

@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 import autoplan
 from autoplan.catalog import load_model
 from autoplan.cli import app
+from autoplan.config.kernels import Launch
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import LinkRecord, Profile, Timing
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import InfeasibleError, PinError
 from autoplan.report.sweep_text import whatif_text
-from autoplan.search.planner import PlanRequest, StoppedError, search_plan
+from autoplan.search.planner import PlanRequest, StoppedError, estimate_config, search_plan
 from autoplan.sweeps.whatif import Point, RunTask, points, row, whatif, whole_run
 
 
@@ -100,7 +101,7 @@ def test_whatif_keeps_what_was_given_when_the_device_varies() -> None:
 
 
 def fake_search(request: PlanRequest) -> Any:
-    return SimpleNamespace(plans=[None], certificate=COMPLETE)
+    return SimpleNamespace(plans=[None], certificate=COMPLETE, request=request)
 
 
 def test_whatif_never_lets_a_profile_stand_for_other_hardware() -> None:
@@ -163,7 +164,8 @@ def test_whatif_plans_each_hardware_once() -> None:
         seen.append(request)
         if request.cluster.num_nodes == 4:
             raise InfeasibleError("too big")
-        return SimpleNamespace(plans=[SimpleNamespace(nodes=request.cluster.num_nodes)], certificate=COMPLETE)
+        plan = SimpleNamespace(nodes=request.cluster.num_nodes)
+        return SimpleNamespace(plans=[plan], certificate=COMPLETE, request=request)
 
     base = PlanRequest(load_model("gpt2"), Cluster.parse("2x8xh100-sxm5-80gb"), 1024, 64, {"pp": 2}, top=5)
     vary: dict[str, Sequence[object]] = {"nodes": [2, 4], "nic": [100, 400], "price": [1, 2], "seq_len": [1024, 2048]}
@@ -213,6 +215,17 @@ def test_a_sweep_says_what_its_points_leave_unknown() -> None:
     points_ = [Point({"seq_len": r.seq_len}, r, OWN, "ok") for r in (replace(long, seq_len=4096), long)]
     said = " ".join(shown(lambda out: whatif_text(out, long, points_)).split())
     assert said.count("llama-2-7b: its config names 4,096 positions, and sequences have 8,192 tokens") == 1
+
+
+def test_a_point_runs_within_the_graphs_of_its_stack() -> None:
+    """Long sequences on one device, where something has to be recomputed: as `plan`, the point goes without graphs."""
+    base = PlanRequest(load_model("llama-3.1-8b"), Cluster.parse("1x1xgb300-nvl72"), 32768, 16)
+    base = replace(base, like="megatron-bridge@25.09")
+    (point,) = points(base, {"global_batch_size": [16]})
+    assert point.request is not None and point.request.options.launch is Launch.ASYNC
+    assert point.settings == {"launch": "async"} and str(row(point)["plan"]).endswith(" launch=async")
+    again = estimate_config(point.request, point.planned.config)  # type: ignore[union-attr]
+    assert again.estimate.step_time_s == point.planned.estimate.step_time_s  # type: ignore[union-attr]
 
 
 def test_only_what_runs_is_swept_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
