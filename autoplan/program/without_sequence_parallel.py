@@ -11,6 +11,7 @@ from dataclasses import replace
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Layout
 from autoplan.program.problem import IntraProblem, LayoutChoice, Option, ValueKey
+from autoplan.program.with_sequence_parallel import crossing_factors
 
 _RESTRICTION = "no sequence parallelism: values between blocks are whole on every tensor-parallel rank"
 
@@ -20,14 +21,7 @@ def without_sequence_parallelism(problem: IntraProblem, graph: ModelGraph) -> In
 
     These factors are batch, sequence and hidden size.
     """
-    crossing = {
-        factor
-        for block in graph.blocks.values()
-        for name in (*block.inputs, *block.outputs)
-        if block.values[name].requires_grad
-        for dim in block.values[name].dims or ()
-        for factor in dim
-    }
+    crossing = crossing_factors(graph)
     params = {(b.name, name) for b in graph.blocks.values() for name in b.params}
 
     def splits(key: ValueKey, layout: Layout) -> bool:

@@ -7,9 +7,10 @@ by the prices of blocks.
 
 Such a layout often has no sequence parallelism, which has twice as many collectives and keeps a tp-th of some
 activations (Korthikanti et al., 2022). The layout is chosen before it is known whether memory binds. So it may keep
-hardly more than the first; if it does, one is solved in which blocks hand over values as they do in the first. Where
-activations go to the host, whose link then decides, the first layout stays, and for a framework
-(`PlanRequest.of_framework`): frameworks split layers in one way, near to it.
+hardly more than the first; if it does, one is solved in which blocks hand over values as they do in the first, and if
+that does, too, with less weight on the host. Where activations go to the host, whose link then decides, the first
+layout stays, and for a framework (`PlanRequest.of_framework`): frameworks split layers in one way
+(`autoplan.program.with_sequence_parallel`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _LEAST_WAIT = 0.01
 # Share of the device's memory that all layers may keep more, for one micro-batch: in a pipeline, a rank holds about as
 # many layers times micro-batches as there are layers
 _MORE_KEPT = 0.05
+_SHARES = (1.0, 0.5, 0.25)  # of the host's seconds per collective, which count less and less
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,10 @@ def with_host(
     if not found.wait:
         return first
     most = sum(first.workload.unit_saved) + _MORE_KEPT * device_bytes
-    other = made(SendWish(send_s))
-    if sum(other.workload.unit_saved) > most:
-        between = {c: o.name for c, o in first.solution.selection.items() if ChoiceKind.BOUNDARY.subject_of(c)}
-        other = made(SendWish(send_s, tuple(sorted(between.items()))))
-    is_better = sum(other.workload.unit_saved) <= most and passes(other).seconds < found.seconds
-    return other if is_better else first
+    between = {c: o.name for c, o in first.solution.selection.items() if ChoiceKind.BOUNDARY.subject_of(c)}
+    fixed = tuple(sorted(between.items()))
+    for wish in (SendWish(send_s), *(SendWish(share * send_s, fixed) for share in _SHARES)):
+        other = made(wish)
+        if sum(other.workload.unit_saved) <= most:
+            return other if passes(other).seconds < found.seconds else first
+    return first

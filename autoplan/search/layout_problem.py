@@ -17,6 +17,7 @@ from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraProblem, IntraSettings, Unpriced, build_problem
 from autoplan.program.token_dispatch_layouts import with_token_dispatch
 from autoplan.program.whole_losses import with_whole_losses
+from autoplan.program.with_sequence_parallel import with_sequence_parallelism
 from autoplan.program.without_sequence_parallel import without_sequence_parallelism
 from autoplan.search.layout_store import ById
 from autoplan.search.request import PlanRequest
@@ -52,7 +53,7 @@ def shape_key(request: PlanRequest, cut: LayoutCut) -> tuple[object, ...]:
     return (
         ById(r.graph),
         (axes, size, cp, own, tuple(r.env(size, cp).items()), r.precision, r.pins.get("state_slack", 1.02)),
-        (r.mode, r.options.of_operations),
+        (r.mode, r.options.of_operations, r.of_framework),
     )
 
 
@@ -81,7 +82,9 @@ def layout_problem(
     settings = IntraSettings(axes, costs, r.env(size, cp), steps, slack, precision_of(r.precision), cp)
     unpriced = r.layouts.made(("unpriced", shape_key(r, cut)), Unpriced)
     problem = build_problem(r.graph, settings, unpriced)
-    if not r.options.sequence_parallel:
+    if tp > 1 and r.of_framework and r.options.sequence_parallel:
+        problem = with_sequence_parallelism(problem, r.graph)
+    elif not r.options.sequence_parallel:
         problem = without_sequence_parallelism(problem, r.graph)
     if r.options.whole_losses:
         problem = with_whole_losses(problem, r.graph)

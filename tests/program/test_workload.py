@@ -1,6 +1,7 @@
 """Workloads: model flops as published, what dispatched experts send and compute, what fused kernels keep."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,7 @@ from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraSettings, LayoutChoice, Option, Selection, build_problem
 from autoplan.program.workload import workload
 from autoplan.search.intra import solve
+from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import PlanRequest, estimate_config
 
 SEQ_LEN = 4096
@@ -296,6 +298,21 @@ def test_experts_keep_nothing_that_they_return() -> None:
     attention_8, experts_8 = attention - 1 - 1 + 1, 2 * (1 + 5 * INNER / HIDDEN)
     found = saved_per_layer("mixtral-8x7b", Mode.FUSED, 4096, precision="fp8")
     assert found == pytest.approx(attention_8 + experts_8, abs=0.2)
+
+
+def test_frameworks_split_norms_and_residuals_where_whole_ones_would_be_faster() -> None:
+    """Few tokens on fast memory: the program of layouts alone keeps them whole, and 2.7 times the bytes."""
+    cluster = Cluster.parse("1x8xgb200-nvl72")
+    base = PlanRequest(load_model("gpt3-175b"), cluster, 1024, 8)
+    own, framework = (
+        LayoutCache(replace(base, cache=False, like=like)).for_device(8, 1, 1, None)
+        for like in (None, "megatron-bridge@25.11")
+    )
+    assert own is not None and framework is not None
+    assert own.workload.cut_bytes[5] == 8 * framework.workload.cut_bytes[5] == 1024 * 12288 * 2
+    norms = {c: o.name for c, o in framework.solution.selection.items() if "/ln_" in c and not c.startswith("store")}
+    assert norms and set(norms.values()) == {"S(s)"}
+    assert "sequence parallelism: norms" in " ".join(framework.solution.restrictions)
 
 
 def test_without_sequence_parallelism_blocks_hand_over_whole_values() -> None:

@@ -74,7 +74,7 @@ def test_a_layout_that_keeps_much_more_is_not_taken(monkeypatch: pytest.MonkeyPa
 
 
 def test_values_between_blocks_stay_if_they_would_keep_too_much() -> None:
-    """Then a second layout is solved, with all choices between blocks as they were."""
+    """Then others are solved, with all choices between blocks as they were, and less weight on the host."""
     first, _ = both(request())
     asked: list[SendWish] = []
 
@@ -84,9 +84,11 @@ def test_values_between_blocks_stay_if_they_would_keep_too_much() -> None:
         return replace(first, workload=replace(first.workload, unit_saved=kept))
 
     assert with_host(first, 1e-4, 1e9, made, lambda point: PassPrices(1.0, 0.5)) is first
-    assert [bool(wish.fixed) for wish in asked] == [False, True]
+    assert [(wish.send_s, bool(wish.fixed)) for wish in asked] == [
+        (1e-4, False), (1e-4, True), (5e-5, True), (2.5e-5, True)
+    ]  # fmt: skip
     assert {name.partition(" ")[0] for name, _ in asked[1].fixed} == {"boundary"}
-    assert with_host(first, 1e-4, 1e9, made, lambda point: PassPrices(1.0, 0.005)) is first and len(asked) == 2
+    assert with_host(first, 1e-4, 1e9, made, lambda point: PassPrices(1.0, 0.005)) is first and len(asked) == 4
 
 
 def test_a_faster_device_is_not_slower() -> None:
@@ -96,6 +98,15 @@ def test_a_faster_device_is_not_slower() -> None:
         for text in ("4x4xa100-sxm4-80gb", "4x4xh100-sxm5-80gb", "4x4xgb200")
     ]
     assert times == sorted(times, reverse=True)
+
+
+def test_a_faster_memory_is_not_slower() -> None:
+    """With it whole norms cost nothing, but keep too much: before, the layout with most collectives was taken."""
+    r = PlanRequest(catalog.load_model("llama-3.1-8b"), Cluster.parse("64x8xgb200"), 8192, 256, cache=False)
+    c = ParallelConfig(dp=16, tp=16, cp=2, num_micro_batches=8, micro_batch_size=2, zero_stage=1)
+    twice = r.cluster.with_(memory_gb_s=2 * r.cluster.device.memory_bytes_per_s / 1e9)
+    usual, faster = (estimate_config(replace(r, cluster=cluster), c) for cluster in (r.cluster, twice))
+    assert faster.estimate.step_time_s.mid < usual.estimate.step_time_s.mid
 
 
 def test_a_search_prices_its_plan_as_an_estimate_does() -> None:

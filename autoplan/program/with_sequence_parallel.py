@@ -1,0 +1,69 @@
+"""Layouts with sequence parallelism, as frameworks have it: norms and residuals are split along the sequence.
+
+Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022: a reduce-scatter and an
+all-gather in place of each all-reduce. The program of layouts may find whole values a little faster (few tokens, or the
+backward of a product, which gathers its input again), and keeps tp times as many bytes of norms and residuals for it,
+and sends tp times as many between stages. A framework whose switch is on does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoplan.ir.graph import ModelGraph
+from autoplan.ir.layout import Layout
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind
+from autoplan.program.choice_kinds import ChoiceKind
+from autoplan.program.problem import IntraProblem, LayoutChoice, Option, ValueKey
+
+_RESTRICTION = "sequence parallelism: norms and residuals are split along the sequence"
+_SEQUENCES = frozenset("st")  # factors: the sequence, and that of the target
+_BETWEEN = frozenset((OpKind.ELEMENTWISE, OpKind.NORM, OpKind.VIEW))  # kinds of ops between products
+
+
+def with_sequence_parallelism(problem: IntraProblem, graph: ModelGraph) -> IntraProblem:
+    """Return the problem in which values between blocks, and their like, are split along the sequence.
+
+    Their like are the results of norms, views and element-wise ops of the same factors (batch, sequence, hidden size).
+    A choice without an option that splits them so (a vector per sample) stays as it is.
+    """
+    crossing = crossing_factors(graph)
+    ops = {f"{b.name}/{n.name}" for b in graph.blocks.values() for n in b.nodes if op_kind(n.op) in _BETWEEN}
+    params = {(b.name, name) for b in graph.blocks.values() for name in b.params}
+
+    def of_residuals(key: ValueKey) -> bool:
+        block, name = key
+        value = graph.blocks[block].values[name]
+        factors = {factor for dim in value.dims or () for factor in dim}
+        return key not in params and value.requires_grad and bool(factors & _SEQUENCES) and factors <= crossing
+
+    def is_split(key: ValueKey, layout: Layout) -> bool:
+        block, name = key
+        dims = graph.blocks[block].values[name].dims or ()
+        return all(kind.is_shard and dims[kind.dim][kind.factor] in _SEQUENCES for kind in layout)
+
+    def may(choice: LayoutChoice) -> bool:
+        where = choice.name in ops or ChoiceKind.BOUNDARY.subject_of(choice.name) is not None
+        return where and all(of_residuals(key) for option in choice.options for key, _ in option.provides)
+
+    def splits(option: Option) -> bool:
+        return bool(option.provides) and all(is_split(key, layout) for key, layout in option.provides)
+
+    decided = {choice.name for choice in problem.choices if may(choice) and any(map(splits, choice.options))}
+    if not decided:
+        return problem
+    filtered = problem.filtered(lambda choice, option: choice.name not in decided or splits(option))
+    return replace(filtered, restrictions=(*filtered.restrictions, _RESTRICTION))
+
+
+def crossing_factors(graph: ModelGraph) -> frozenset[str]:
+    """Return the factors of values between blocks that gradients cross: batch, sequence and hidden size."""
+    return frozenset(
+        factor
+        for block in graph.blocks.values()
+        for name in (*block.inputs, *block.outputs)
+        if block.values[name].requires_grad
+        for dim in block.values[name].dims or ()
+        for factor in dim
+    )
