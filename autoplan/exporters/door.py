@@ -10,6 +10,7 @@ config_file.says, config_file.faults
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -146,6 +147,7 @@ def read_text(
     read = _read(target, document, given)
     says, vague, refused = read.says, read.vague, read.refused
     _check_known(vague, given, path)
+    _check_degrees(target, document, given, path)
     if refused and not lenient:
         raise refused[0]
     of_schema = target.schema.faults({name: v for name, v in found.items() if name not in read.overridden}, year)
@@ -218,6 +220,32 @@ def _foreign(target: Target, document: Document) -> tuple[str, ...]:
 def _is_idle(target: Target, name: str, value: Any) -> bool:
     """Return True for a value that changes neither time nor memory; calls of functions and more arguments may."""
     return value not in (BY_FUNCTION, MORE) and target.schema.is_idle(name, value)
+
+
+# Names of degrees in the files of any framework -> the degree. `model` alone is tensor parallelism, as in GPT-NeoX
+_DEGREES = {
+    "tp": r"(tensor|model)(_model)?_parallel(ism)?(_size|_degree|_dim)?|tp(_size|_degree)?",
+    "pp": r"(pipe|pipeline)(_model)?_parallel(ism)?(_size|_degree|_dim)?|pp(_size|_degree)?",
+    "cp": r"(context|sequence)(_model)?_parallel(ism)?_(size|degree|dim)|(cp|sp)(_size|_degree)?",
+    "ep": r"experts?(_model)?_parallel(ism)?(_size|_degree|_dim)?|ep(_size|_degree)?",
+}
+
+
+def _check_degrees(target: Target, document: Document, given: Mapping[str, Any], path: str) -> None:
+    """Raise PinError if a file has a degree above 1 that is no field of the target: it is of another framework."""
+    for name, value in document.values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 1:
+            continue
+        last = name.rpartition(".")[2].lower().replace("-", "_")
+        degree = next((each for each, words in _DEGREES.items() if re.fullmatch(words, last)), None)
+        read = target.schema.knows(name) or _seen(name, document.seen)
+        if degree is None or read or name.startswith(_OF_SCRIPT) or given.get(degree) is not None:
+            continue
+        raise PinError(
+            f"{path}: {name}={value} is a degree, which autoplan does not read from files of {target.name}; give "
+            f"--{degree}, or --format with the framework that takes the file",
+            (degree,),
+        )
 
 
 def _check_known(vague: Mapping[str, str], given: Mapping[str, Any], path: str) -> None:

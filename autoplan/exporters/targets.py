@@ -9,6 +9,7 @@ from autoplan.errors import PinError
 from autoplan.exporters.accelerate import ACCELERATE
 from autoplan.exporters.automodel import AUTOMODEL
 from autoplan.exporters.deepspeed import DEEPSPEED
+from autoplan.exporters.gpt_neox import GPT_NEOX
 from autoplan.exporters.lightning import LIGHTNING
 from autoplan.exporters.maxtext import MAXTEXT
 from autoplan.exporters.megatron import MEGATRON_LM
@@ -23,7 +24,7 @@ from autoplan.stacks.records import stack, version_of
 
 _ALL = (
     *(MEGATRON_LM, MEGATRON_BRIDGE, TORCHTITAN, AUTOMODEL, DEEPSPEED, ACCELERATE, TRANSFORMERS, LIGHTNING, NANOTRON),
-    MAXTEXT,
+    *(MAXTEXT, GPT_NEOX),
 )
 TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
 
