@@ -18,13 +18,14 @@ from autoplan.exporters.nanotron import NANOTRON
 from autoplan.exporters.python_values import UNKNOWN
 from autoplan.exporters.record import Reader, Recognised, Target
 from autoplan.exporters.torchtitan import TORCHTITAN
+from autoplan.exporters.torchtune import TORCHTUNE
 from autoplan.exporters.transformers import TRANSFORMERS
 from autoplan.names import did_you_mean
 from autoplan.stacks.records import stack, version_of
 
 _ALL = (
     *(MEGATRON_LM, MEGATRON_BRIDGE, TORCHTITAN, AUTOMODEL, DEEPSPEED, ACCELERATE, TRANSFORMERS, LIGHTNING, NANOTRON),
-    *(MAXTEXT, GPT_NEOX),
+    *(MAXTEXT, GPT_NEOX, TORCHTUNE),
 )
 TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
 

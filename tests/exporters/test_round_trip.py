@@ -35,7 +35,7 @@ LEAST = {
         "transformers": 2,
         "lightning": 4,
     },
-    **{"nanotron": 14, "maxtext": 6, "automodel": 30, "gpt-neox": 7},
+    **{"nanotron": 14, "maxtext": 6, "automodel": 30, "gpt-neox": 7, "torchtune": 8},
 }
 
 
