@@ -165,9 +165,9 @@ def read_text(
 
 def _values(text: str, path: str, target: Target, year: float) -> dict[str, Any]:
     """Return the values of a file and of those that it names, by the paths of the schema."""
-    reader = target.reader(suffix_of(path), year)
-    found = reader.read(text, path)
-    if not found and reader in target.also:
+    readers = target.readers(suffix_of(path), year)
+    found = next((values for reader in readers if (values := reader.read(text, path))), {})
+    if not found and readers[0] in target.also:
         raise PinError(f"{path} has nothing that {target.name} takes: {target.about}")
     renamed = target.renamed or dict
     found = dict(renamed(found))

@@ -152,6 +152,8 @@ def _write_precision(setup: Setup) -> Values:
 
 
 def _read_precision(document: Document, found: Values) -> Values:
+    if document.has(trainer_kinds.PRECISION):
+        return {"precision": document.get(trainer_kinds.PRECISION)}
     check_defaults(document, "bf16", "fp16")
     stated, launched = [name for name in ("bf16", "fp16") if trl.value_of(document, name)], _launched(document)
     if not stated and launched is not None:
