@@ -514,6 +514,8 @@ def _launch(setup: Setup, file: str, year: float) -> list[str]:
 
 _CANNOT: Mapping[str, str] = {
     "schedule": "schedules of torch.distributed.pipelining but DualPipeV, whose stages it would place in a loop",
+    "reduce_once": "defer_fsdp_grad_sync without resharding is ZeRO 1, whose gradients are whole, too",
+    "virtual_stages": "stages follow from the layers of each, which must divide the model's",
     "zero_stage": "fully_shard reshards (3), or not with gradients sent once (1) or at once (2); DDP (0) has only dp",
     "zero_replicas": "dp_replicate_size is below dp_size, of fully_shard",
     "etp": "experts are not split: ep_size spreads them over dp, cp and tp",

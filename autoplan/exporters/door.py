@@ -241,6 +241,8 @@ def _check_degrees(target: Target, document: Document, given: Mapping[str, Any],
         read = target.schema.knows(name) or _seen(name, document.seen)
         if degree is None or read or name.startswith(_OF_SCRIPT) or given.get(degree) is not None:
             continue
+        if target.schema.faults({name: value}, document.year):  # a section whose fields are all known: said there
+            continue
         raise PinError(
             f"{path}: {name}={value} is a degree, which autoplan does not read from files of {target.name}; give "
             f"--{degree}, or --format with the framework that takes the file",

@@ -578,6 +578,7 @@ TORCHTITAN = Target(
     ),
     launch=_launch,
     cannot={
+        "virtual_stages": "stages follow from the layers of each, which must divide the model's",
         "precision": "8 bits are converters of the model (Float8LinearConverter.Config, MXFP8LinearConverter.Config)",
         "zero_stage": "fully_shard keeps gathered parameters or frees them (ZeRO 1 or 3), and shards over cp too",
         "schedule": "torchtitan has the classes of torch.distributed.pipelining, with two or more stages per rank",
