@@ -498,7 +498,8 @@ def _differences(
         if wanted[name] == runs[name] or (name in _WITHOUT and wanted[name] is None):
             continue
         why = target.why_not(name)
-        lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); it runs {_said(runs[name])}"
+        runs_it = "the file does not say what it runs" if runs[name] is None else f"it runs {_said(runs[name])}"
+        lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); {runs_it}"
         if name == "recompute" and isinstance(runs[name], str):
             lost[name] += f", which autoplan plan --pin recompute={runs[name]} prices"
     set_there = {n: where for n, where in left.items() if n not in lost and wanted[n] != _DEFAULTS.get(n)}

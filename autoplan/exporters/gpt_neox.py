@@ -198,6 +198,14 @@ def _read_mode(document: Document, found: Values) -> Values:
     return {"mode": "fused" if any([document.get(name) for name in _FUSIONS]) else "eager"}
 
 
+def _read_stages(document: Document, found: Values) -> Values:
+    """Return stages of as many layers; what a rest makes of them is left open."""
+    layers, pp = len(document.task.layers), found["pp"]
+    way = str(document.get("pipe_partition_method"))
+    equal = pp > 1 and layers % pp == 0 and way.startswith(("type:", "uniform"))
+    return {"schedule": "1F1B", **({"stages": (layers // pp,) * pp} if equal and layers else {})}
+
+
 def _read_batch(document: Document, found: Values) -> Values:
     for path in (_MICRO, _STEPS, "train_batch_size"):
         if document.has(path):
@@ -275,7 +283,7 @@ GPT_NEOX = Target(
         Field(("recompute",), _write_recompute, _read_recompute),
         Field(("attention",), _write_attention, _read_attention),
         Field(("mode",), lambda s: {"bias_gelu_fusion": s.mode is Mode.FUSED}, _read_mode),
-        derived(lambda d, found: {"schedule": "1F1B"}, "schedule"),
+        derived(_read_stages, "schedule", "stages"),
     ),
     marks=_MARKS,
     launch=lambda setup, file, year: [f"./deepy.py train.py {file}"],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from autoplan.catalog import load_model
 from autoplan.errors import PinError
 from autoplan.exporters.door import ConfigFile, read_config
 
@@ -33,6 +34,8 @@ def test_a_file_is_read_with_the_defaults_of_its_own(tmp_path: Path) -> None:
     wanted |= {"zero_stage": 1, "zero_bucket": 1_260_000_000, "recompute": "full", "precision": "fp16-grad16"}
     wanted |= {"mode": "fused", "attention": "unfused", "sequence_parallel": False, "overlap_zero": False}
     assert wanted.items() <= says.items()  # pipelines reduce at the end, whatever overlap_comm says
+    graph = load_model("llama-3.1-8b")
+    assert read(tmp_path, LARGE, graph=graph).says["stages"] == (8, 8, 8, 8)  # of the model's 32 layers
     dashes = {name.replace("_", "-"): value for name, value in LARGE.items() if not isinstance(value, dict)}
     assert read(tmp_path, {**dashes, "zero_optimization": {"stage": 1}}).says["pp"] == 4
 

@@ -225,3 +225,9 @@ def test_gradients_sent_once_are_named_where_a_target_sends_each() -> None:
     """ZeRO 2 of Automodel sends gradients of every micro-batch; the price of a plan that does not says so."""
     export = export_setup(setup("automodel", config=PLAIN.but(zero_stage=2)), "automodel")
     assert any(line.startswith("reduce_once=True: automodel") for line in export.not_said)
+
+
+def test_what_a_file_leaves_open_is_not_called_none() -> None:
+    config = ParallelConfig(dp=8, cp=2, zero_stage=3, num_micro_batches=8, context_method="ring")
+    (said,) = export_setup(setup("torchtitan", config=config), "torchtitan").not_said
+    assert said.startswith("context_method=ring: torchtitan") and said.endswith("the file does not say what it runs")
