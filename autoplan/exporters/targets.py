@@ -11,6 +11,7 @@ from autoplan.exporters.automodel import AUTOMODEL
 from autoplan.exporters.deepspeed import DEEPSPEED
 from autoplan.exporters.gpt_neox import GPT_NEOX
 from autoplan.exporters.lightning import LIGHTNING
+from autoplan.exporters.llm_foundry import LLM_FOUNDRY
 from autoplan.exporters.maxtext import MAXTEXT
 from autoplan.exporters.megatron import MEGATRON_LM
 from autoplan.exporters.megatron_bridge import MEGATRON_BRIDGE
@@ -25,7 +26,7 @@ from autoplan.stacks.records import stack, version_of
 
 _ALL = (
     *(MEGATRON_LM, MEGATRON_BRIDGE, TORCHTITAN, AUTOMODEL, DEEPSPEED, ACCELERATE, TRANSFORMERS, LIGHTNING, NANOTRON),
-    *(MAXTEXT, GPT_NEOX, TORCHTUNE),
+    *(MAXTEXT, GPT_NEOX, TORCHTUNE, LLM_FOUNDRY),
 )
 TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
 

@@ -28,7 +28,7 @@ from autoplan.exporters.record import (
     same,
 )
 from autoplan.exporters.setup import Setup
-from autoplan.exporters.syntax import Yaml
+from autoplan.exporters.syntax import ReferringYaml
 
 _SHARD, _REPLICATE = "data_parallel_shard_dim", "data_parallel_replicate_dim"
 _CHECKPOINTS, _MODEL = "enable_activation_checkpointing", "model._component_"
@@ -238,7 +238,7 @@ TORCHTUNE = Target(
     name="torchtune",
     about="values of the YAML file of a recipe, full_finetune_distributed or lora_finetune_distributed",
     stack="torchtune",
-    files=((0.0, Yaml()),),
+    files=((0.0, ReferringYaml()),),
     fields=(
         same("tensor_parallel_dim", "tp"),
         same("context_parallel_dim", "cp"),
