@@ -91,7 +91,7 @@ class NamedValues:
 
 @dataclass(frozen=True)
 class NamedFiles:
-    """A shell script whose command takes several files of values, and then flags that count more.
+    """A shell script whose command takes files of values, and flags that count more: `--name value` or `--name=value`.
 
     Attributes:
         program: a pattern of the program that takes them.
@@ -128,7 +128,9 @@ class NamedFiles:
             if word in self.folder:
                 folder = next(left, "")
             elif word.startswith("--"):
-                flags[word.removeprefix("--")] = _said(next(left, ""))
+                name, equals, value = word.removeprefix("--").partition("=")
+                flag = value if equals else next(left, "")
+                flags[f"{UNKNOWN}{name}" if "$" in flag else name] = flag if "$" in flag else _said(flag)
             elif not word.endswith(".py"):
                 names.append(word)
         for name in names:
@@ -137,6 +139,11 @@ class NamedFiles:
             if not values:
                 raise PinError(f"{where} names {path}, which is not found; nearest: its path from here")
             out |= {key.removeprefix("."): value for key, value in values.items()}
+        for name in flags:  # which replace a value, or the section that a file leaves out
+            path = name.removeprefix(UNKNOWN)
+            while path:
+                out.pop(path, None)
+                path = path.rpartition(".")[0]
         return out | flags
 
 

@@ -16,6 +16,7 @@ from autoplan.exporters.record import (
     Values,
     base_of,
     constant,
+    data_parallel,
     derived,
     micro_batches,
     of_model,
@@ -23,26 +24,27 @@ from autoplan.exporters.record import (
     run_number,
 )
 from autoplan.exporters.setup import Setup
-from autoplan.exporters.sharding_words import SHARDING_CANNOT, read_strategy, strategy_word
+from autoplan.exporters.sharding_words import SHARDING_CANNOT, read_hybrid, read_strategy, strategy_word
 from autoplan.exporters.syntax import ReferringYaml
 
 _F, _MICRO, _BATCH = "fsdp_config.", "device_train_microbatch_size", "global_train_batch_size"
+_STRATEGY, _REPLICAS = f"{_F}sharding_strategy", f"{_F}data_parallel_replicate_degree"
 _WORDS = {"amp_bf16": "bf16", "amp_fp16": "fp16", "amp_fp8": "fp8", "fp32": "fp32"}
 _REENTRANT, _PEFT = f"{_F}activation_checkpointing_reentrant", "model.peft_config"
 
 
 def _write_sharding(setup: Setup) -> Values:
     c = setup.config
-    out: dict[str, Any] = {f"{_F}sharding_strategy": strategy_word(setup)}
+    out: dict[str, Any] = {_STRATEGY: strategy_word(setup)}
     if c.zero_replicas > 1 and c.zero_stage:
-        out[f"{_F}data_parallel_replicate_degree"] = c.zero_replicas
+        out[_REPLICAS] = c.zero_replicas
     return out | ({f"{_F}cpu_offload": True} if c.offload == ("parameters",) else {})
 
 
 def _read_sharding(document: Document, found: Values) -> Values:
     """Without `fsdp_config` the model is in DistributedDataParallel."""
     usual = "FULL_SHARD" if document.has("fsdp_config") else "NO_SHARD"
-    return read_strategy(document, found, f"{_F}sharding_strategy", f"{_F}data_parallel_replicate_degree", usual)
+    return read_strategy(document, _STRATEGY, usual)
 
 
 def _read_batch(document: Document, found: Values) -> Values:
@@ -149,7 +151,9 @@ LLM_FOUNDRY = Target(
     stack="composer",
     files=((0.0, ReferringYaml(inside="parameters")),),
     fields=(
-        Field(("dp", "zero_stage", "zero_replicas"), _write_sharding, _read_sharding),
+        derived(data_parallel, "dp"),
+        Field(("zero_stage",), _write_sharding, _read_sharding),
+        derived(lambda d, found: read_hybrid(d, found, _STRATEGY, _REPLICAS), "zero_replicas"),
         derived(
             lambda d, found: {"offload": ("parameters",) if d.get(f"{_F}cpu_offload") else ()},
             "offload",

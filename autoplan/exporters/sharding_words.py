@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from autoplan.errors import PinError
-from autoplan.exporters.record import Document, Values, data_parallel, near_parts
+from autoplan.exporters.record import Document, Values, near_parts
 from autoplan.exporters.setup import Setup
 
 _STAGES: Mapping[str, int] = {
@@ -38,19 +37,26 @@ def strategy_word(setup: Setup) -> str:
     return {3: "FULL_SHARD", 2: "SHARD_GRAD_OP", **hybrid}.get(c.zero_stage, "FULL_SHARD")
 
 
-def read_strategy(document: Document, found: Values, path: str, replicas: str, usual: str = "FULL_SHARD") -> Values:
-    """Return dp, the ZeRO stage and its replicas; a hybrid one shards inside nodes if nothing else is said.
-
-    Raises: PinError for another word, and for replicas that do not divide the ranks.
-    """
+def _strategy(document: Document, path: str, usual: str) -> str:
     given = str(document.get(path) or usual).upper()
     if given not in _STAGES:
         raise PinError(f"{path}={given} is not known; use {', '.join(_STAGES)}", ("zero_stage",))
-    out: dict[str, Any] = {**data_parallel(document, found), "zero_stage": _STAGES[given], "zero_replicas": 1}
-    if "HYBRID" not in given:
-        return out
-    copies = document.count(replicas, 0) or document.task.num_nodes
-    dp = out.get("dp", 0)
+    return given
+
+
+def read_strategy(document: Document, path: str, usual: str = "FULL_SHARD") -> Values:
+    """Return the ZeRO stage. PinError for another word."""
+    return {"zero_stage": _STAGES[_strategy(document, path, usual)]}
+
+
+def read_hybrid(document: Document, found: Values, path: str, replicas: str) -> Values:
+    """Return how often shards are replicated; a hybrid strategy shards inside nodes if nothing else is said.
+
+    Raises: PinError for replicas that do not divide the ranks.
+    """
+    if not str(document.get(path)).upper().lstrip("_").startswith("HYBRID"):
+        return {"zero_replicas": 1}
+    copies, dp = document.count(replicas, 0) or document.task.num_nodes, found.get("dp", 0)
     if dp and copies and dp % copies:
         raise PinError(f"{replicas}={copies} does not divide dp={dp}; nearest: {near_parts(dp, copies)}", ("dp",))
-    return {**out, "zero_replicas": max(1, copies)}
+    return {"zero_replicas": max(1, copies)}

@@ -16,6 +16,7 @@ from autoplan.exporters.maxtext import MAXTEXT
 from autoplan.exporters.megatron import MEGATRON_LM
 from autoplan.exporters.megatron_bridge import MEGATRON_BRIDGE
 from autoplan.exporters.nanotron import NANOTRON
+from autoplan.exporters.olmo import OLMO
 from autoplan.exporters.python_values import UNKNOWN
 from autoplan.exporters.record import Reader, Recognised, Target
 from autoplan.exporters.torchtitan import TORCHTITAN
@@ -26,7 +27,7 @@ from autoplan.stacks.records import stack, version_of
 
 _ALL = (
     *(MEGATRON_LM, MEGATRON_BRIDGE, TORCHTITAN, AUTOMODEL, DEEPSPEED, ACCELERATE, TRANSFORMERS, LIGHTNING, NANOTRON),
-    *(MAXTEXT, GPT_NEOX, TORCHTUNE, LLM_FOUNDRY),
+    *(MAXTEXT, GPT_NEOX, TORCHTUNE, LLM_FOUNDRY, OLMO),
 )
 TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
 

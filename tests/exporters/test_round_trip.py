@@ -35,7 +35,7 @@ LEAST = {
         "transformers": 2,
         "lightning": 4,
     },
-    **{"nanotron": 14, "maxtext": 6, "automodel": 30, "gpt-neox": 7, "torchtune": 8, "llm-foundry": 2},
+    **{"nanotron": 14, "maxtext": 6, "automodel": 30, "gpt-neox": 7, "torchtune": 8, "llm-foundry": 2, "olmo": 2},
 }
 
 
@@ -180,7 +180,7 @@ def altered(setup: Setup) -> list[tuple[str, Setup]]:
 def test_options_are_read_back_or_named(to: str, tmp_path: Path) -> None:
     """Each option of a run, alone."""
     config = ParallelConfig(dp=8, tp=2, zero_stage=3, num_micro_batches=8, recompute="full")
-    if to.startswith(("accelerate@", "transformers", "lightning", "nanotron", "llm-foundry")):
+    if to.startswith(("accelerate@", "transformers", "lightning", "nanotron", "llm-foundry", "olmo")):
         config = config.but(dp=16, tp=1, num_micro_batches=4, zero_stage=0 if to == "nanotron" else 3)
     mixed = request("mixtral-8x7b", to)
     ep = 2 if to.startswith(("megatron", "deepspeed", "torchtitan", "automodel")) else 1
