@@ -238,7 +238,7 @@ def _check_degrees(target: Target, document: Document, given: Mapping[str, Any],
             continue
         last = name.rpartition(".")[2].lower().replace("-", "_")
         degree = next((each for each, words in _DEGREES.items() if re.fullmatch(words, last)), None)
-        read = target.schema.knows(name) or _seen(name, document.seen)
+        read = not target.schema.is_foreign(name) or _seen(name, document.seen)
         if degree is None or read or name.startswith(_OF_SCRIPT) or given.get(degree) is not None:
             continue
         if target.schema.faults({name: value}, document.year):  # a section whose fields are all known: said there

@@ -122,4 +122,5 @@ def test_a_degree_that_is_no_field_of_the_target_is_refused(tmp_path: Path) -> N
         read(tmp_path, values, "train.yaml")
     assert read(tmp_path, values, "train.yaml", given={"pp": 4}).foreign == ("pipeline_model_parallel_size",)
     values["pipeline_model_parallel_size"] = 1
+    values["exp_manager"] = {"model_parallel_size": 8}  # of checkpoints
     assert read(tmp_path, values, "train.yaml").says["dp"] == 96
