@@ -87,8 +87,9 @@ def _hugging_face(document: Document) -> bool:
 
 
 def _write_attention(setup: Setup) -> Values:
+    """What MPT does by itself is not written: other models have no such names."""
     unfused = setup.options.attention_in(setup.mode) is Attention.UNFUSED
-    return {"model.attn_config.attn_impl": "torch" if unfused else "flash"}
+    return {"model.attn_config.attn_impl": "torch"} if unfused else {}
 
 
 def _read_attention(document: Document, found: Values) -> Values:
@@ -174,7 +175,7 @@ LLM_FOUNDRY = Target(
         Field(("attention",), _write_attention, _read_attention),
         Field(
             ("fused_loss",),
-            lambda s: {"model.loss_fn": _LOSSES.get(s.options.fused_loss, "torch_crossentropy")},
+            lambda s: {} if s.options.fused_loss is FusedLoss.FLASH else {"model.loss_fn": _LOSSES[FusedLoss.NO]},
             _read_loss,
         ),
         Field(
