@@ -108,7 +108,9 @@ def _whole_model(document: Document, found: Values) -> str | None:
 def _unpriced(document: Document, found: Values) -> str | None:
     kind, kept = document.get("optimizer.name"), document.get(f"{_F}precision")
     listed = [] if kind in (None, "adamw") else [f"optimizer.name={kind} (the state of AdamW is priced)"]
-    listed += ["fsdp.precision=pure (gradients are reduced in 32 bits)"] if kept == "pure" else []
+    listed += (
+        ["fsdp.precision=pure (gradients are reduced in 32 bits)"] if kept == "pure" and found["zero_stage"] else []
+    )
     return f"not priced: {', '.join(listed)}" if listed else None
 
 

@@ -56,6 +56,7 @@ def test_layers_with_some_numbers_are_recomputed(tmp_path: Path) -> None:
 def test_what_is_priced_otherwise_is_named(tmp_path: Path) -> None:
     found = read(tmp_path, fsdp={"precision": "pure"}, optimizer={"name": "lionw"})
     assert "the whole model is gathered at once" in found.warnings[0]
+    assert not read(tmp_path, distributed_strategy="ddp", fsdp=None).warnings
     assert "optimizer.name=lionw" in found.warnings[1] and "fsdp.precision=pure" in found.warnings[1]
 
 
