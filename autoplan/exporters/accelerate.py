@@ -325,6 +325,7 @@ ACCELERATE = Target(
         "precision": "accelerate has no, fp16, bf16 and fp8, and does not say how gradients are kept",
         "recompute": "a layer is checkpointed whole or not at all",
         "context_method": "FSDP gathers keys or rotates them (cp_comm_strategy), DeepSpeed has Ulysses (sp_size)",
+        "reduce_once": "a setting of the script: GradientAccumulationPlugin(sync_each_batch=True); transformers has it",
         "overlap_zero": "overlap_comm of DeepSpeed is in its own JSON",
         "sequence_parallel": "a property of the model's plan of tensor parallelism",
     },

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from autoplan.errors import PinError
 from autoplan.exporters.python_values import UNKNOWN
 from autoplan.exporters.schema import Schema
 from autoplan.exporters.scripts import ENV, command_parts, launch_values, literal_value, shared_arguments
 from autoplan.exporters.shell import Word, shell_commands
-from autoplan.exporters.syntax import Yaml
+from autoplan.exporters.syntax import Yaml, values_of_named
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,64 @@ class NamedValues:
                 out.pop(f"{UNKNOWN}{name}" if known else name, None)
                 out[name if known else f"{UNKNOWN}{name}"] = _said(value) if known else value
         return out
+
+
+@dataclass(frozen=True)
+class NamedFiles:
+    """A shell script whose command takes files of values, and flags that count more: `--name value` or `--name=value`.
+
+    Attributes:
+        program: a pattern of the program that takes them.
+        folder: flags of the folder that they are in.
+        ending: the suffix of a name without one.
+    """
+
+    program: str
+    folder: tuple[str, ...]
+    ending: str
+    suffix: str = ".sh"
+
+    def read(self, text: str, where: str) -> dict[str, Any]:
+        """Return the values of all files by path; nothing for another script, and for several such commands.
+
+        Raises: PinError for a file that is not there.
+        """
+        script = shell_commands(text, where)
+        parts = map(command_parts, script.commands)
+        found = [
+            (before, [word.text for word in after])
+            for before, after in parts
+            if before and re.search(self.program, before[-1].text)
+        ]
+        if len(found) != 1:
+            return {}
+        ((before, words),) = found
+        return self._files(words, where) | launch_values(before, script.variables)
+
+    def _files(self, words: Sequence[str], where: str) -> dict[str, Any]:
+        folder, names, flags, out = "", list[str](), dict[str, Any](), dict[str, Any]()
+        left = iter(words)
+        for word in left:
+            if word in self.folder:
+                folder = next(left, "")
+            elif word.startswith("--"):
+                name, equals, value = word.removeprefix("--").partition("=")
+                flag = value if equals else next(left, "")
+                flags[f"{UNKNOWN}{name}" if "$" in flag else name] = flag if "$" in flag else _said(flag)
+            elif not word.endswith(".py"):
+                names.append(word)
+        for name in names:
+            path = str(Path(folder) / (name if name.endswith((self.ending, ".json")) else name + self.ending))
+            values = values_of_named("", path, where)
+            if not values:
+                raise PinError(f"{where} names {path}, which is not found; nearest: its path from here")
+            out |= {key.removeprefix("."): value for key, value in values.items()}
+        for name in flags:  # which replace a value, or the section that a file leaves out
+            path = name.removeprefix(UNKNOWN)
+            while path:
+                out.pop(path, None)
+                path = path.rpartition(".")[0]
+        return out | flags
 
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}

@@ -10,9 +10,15 @@ from typing import Any
 from autoplan.config.context_methods import GATHER, RING
 from autoplan.config.parallel import Attention, Launch, Mode
 from autoplan.config.precision import GRADIENTS_16
-from autoplan.config.recompute import FULL, NONE, SELECTIVE
+from autoplan.config.recompute import BY_OPERATION, FULL, NONE
 from autoplan.errors import PinError
 from autoplan.exporters.automodel_peft import read_peft, write_peft
+from autoplan.exporters.automodel_recompute import (
+    keeps_nothing,
+    read_layer_checkpoints,
+    stated_recompute,
+    write_layer_checkpoints,
+)
 from autoplan.exporters.launching import srun
 from autoplan.exporters.record import (
     Document,
@@ -334,29 +340,20 @@ def _by_experts(value: Callable[[Setup], Values]) -> Callable[[Setup], Values]:
 _EXCHANGE = {"alltoall": "torch", "flex": "deepep"}
 # HybridEP and UCCL-EP send a row once to each node, as DeepEP; Mixture-of-Kittens fuses that with the products
 _BY_EXCHANGE = {"torch": "alltoall", **dict.fromkeys(("deepep", "hybridep", "uccl_ep", "mok"), "flex")}
-_RECOMPUTE = {NONE: False, SELECTIVE: "selective", FULL: True}
-_BY_RECOMPUTE = {
-    **dict.fromkeys((False, "false", "off", "none", "disabled", "no"), NONE),
-    **dict.fromkeys((True, "true", "on", "full", "enabled", "yes"), FULL),
-    "selective": SELECTIVE,
-}
 
 
 def _read_recompute(document: Document, found: Values) -> Values:
-    kind = document.word(_D + "activation_checkpointing", _BY_RECOMPUTE, NONE)
-    return {"recompute": NONE if _strategy(document) == _MEGATRON else kind}
+    return {"recompute": NONE} if _strategy(document) == _MEGATRON else read_layer_checkpoints(document, found)
 
 
 def _selective(document: Document, found: Values) -> str | None:
-    kind = document.word(_D + "activation_checkpointing", _BY_RECOMPUTE, NONE)
-    if kind != SELECTIVE or _strategy(document) != _MEGATRON:
+    if stated_recompute(document) != BY_OPERATION or _strategy(document) != _MEGATRON:
         return None
     return "activation_checkpointing: selective needs strategy: fsdp2 or ddp; nearest: activation_checkpointing: true"
 
 
 def _skipped(document: Document, found: Values) -> str | None:
-    kind = document.word(_D + "activation_checkpointing", _BY_RECOMPUTE, NONE)
-    if kind != FULL or _strategy(document) != _MEGATRON:
+    if stated_recompute(document) != FULL or _strategy(document) != _MEGATRON:
         return None
     return "strategy: megatron_fsdp skips activation_checkpointing; nearest: strategy: fsdp2"
 
@@ -514,10 +511,12 @@ def _launch(setup: Setup, file: str, year: float) -> list[str]:
 
 _CANNOT: Mapping[str, str] = {
     "schedule": "schedules of torch.distributed.pipelining but DualPipeV, whose stages it would place in a loop",
+    "reduce_once": "defer_fsdp_grad_sync without resharding is ZeRO 1, whose gradients are whole, too",
+    "virtual_stages": "stages follow from the layers of each, which must divide the model's",
     "zero_stage": "fully_shard reshards (3), or not with gradients sent once (1) or at once (2); DDP (0) has only dp",
     "zero_replicas": "dp_replicate_size is below dp_size, of fully_shard",
     "etp": "experts are not split: ep_size spreads them over dp, cp and tp",
-    "recompute": "one kind for all layers: none, selective or full",
+    "recompute": "one kind for all layers: none, products (activation_checkpointing: selective) or full",
     "offload": "fully_shard offloads parameters, gradients and optimizer together",
     "context_method": "follows from attention: Transformer Engine's is a ring, PyTorch's gathers",
     "attention": "model.backend.attn is te, sdpa or eager",
@@ -545,11 +544,6 @@ AUTOMODEL = Target(
         Field(("seq_len",), _write_length, _read_length),
         Field(("adapters",), write_peft, read_peft),
         Field(
-            ("recompute",),
-            lambda s: {_D + "activation_checkpointing": _RECOMPUTE.get(s.any_recompute, True)},
-            _read_recompute,
-        ),
-        Field(
             ("offload",),
             lambda s: (
                 {_POLICY + "._target_": "torch.distributed.fsdp.CPUOffloadPolicy"}
@@ -569,6 +563,11 @@ AUTOMODEL = Target(
             lambda d, found: {"overlap": ["tp"] if d.get(_D + "enable_async_tensor_parallel") else []},
         ),
         Field(("mode",), _write_kernels, _read_mode),
+        Field(
+            ("recompute",),
+            write_layer_checkpoints,
+            _read_recompute,
+        ),
         Field(("attention", "context_method"), lambda s: {}, _read_attention),
         Field(("precision", "narrow_gather"), _write_precision, _read_precision),
         Field(
@@ -585,6 +584,6 @@ AUTOMODEL = Target(
     cannot=_CANNOT,
     rules=(
         *(TargetRule(rule) for rule in (_world, _replicas, _lacks, _fields, _selective, _async, _fills)),
-        *(TargetRule(rule, warns=True) for rule in (_skipped, _drains)),
+        *(TargetRule(rule, warns=True) for rule in (_skipped, _drains, keeps_nothing)),
     ),
 )

@@ -36,6 +36,12 @@ def write_zero(setup: Setup) -> Values:
         out[_Z + "mics_shard_size"] = c.num_shards
     if c.zero_stage in (1, 2):
         out[_Z + "overlap_comm"] = setup.options.overlap_zero
+    return {**out, **write_offload(setup)}
+
+
+def write_offload(setup: Setup) -> Values:
+    """Return the fields of what is kept on the host."""
+    c, out = setup.config, dict[str, Any]()
     for name, path in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
         held = name in c.offload or (name == "optimizer" and "parameters" in c.offload)
         if held and (name == "optimizer" or c.zero_stage == 3):
@@ -65,8 +71,51 @@ def read_zero(document: Document, found: Values) -> Values:
 
 def read_zero_offload(document: Document, found: Values) -> Values:
     """Return the kinds of state that are kept on the host."""
-    held = [document.get(f"{_Z}{path}.device") in ("cpu", "nvme") for path in ("offload_param", "offload_optimizer")]
+    held = [
+        document.get(f"{_Z}{path}.device") in ("cpu", "nvme") or document.get(_Z + old) is True
+        for path, old in (("offload_param", "cpu_offload_param"), ("offload_optimizer", "cpu_offload"))
+    ]
     return {"offload": ("parameters",) if held[0] else ("optimizer",) if held[1] else ()}
+
+
+_BF16_OPTIMIZER, _WITHOUT_ZERO, _ONE_DTYPE = (year_of(version) for version in ("23.01", "25.09", "26.02"))
+
+
+def bf16_optimizer(year: float, stage: int, wide: bool, piped: bool = False) -> Values:
+    """Return what BF16_Optimizer does to the stage that a file states; nothing where DeepSpeed takes another one.
+
+    It shards the state over dp, and all-reduces whole gradients (`_do_optimizer_sanity_check` of runtime/engine.py).
+
+    Args:
+        year: its version. Since September 2025 ZeRO 0 is without it, outside of pipelines.
+        wide: True if gradients are summed in 32 bits.
+        piped: True in a PipelineModule.
+    """
+    at_0 = piped or (wide and year < _WITHOUT_ZERO)
+    if not (at_0 if stage == 0 else stage == 1 and wide and year >= _BF16_OPTIMIZER):
+        return {}
+    return {"zero_stage": 1, "whole_sums": wide, "all_reduced": not wide}
+
+
+def _is_wide(document: Document, stage: int) -> bool:
+    """Return True if the gradients of bfloat16 parameters are kept in 32 bits."""
+    kept = document.get("data_types.grad_accum_dtype")
+    return kept == "fp32" if kept is not None else stage == 0 and document.year < _WITHOUT_ZERO
+
+
+def _read_zero(document: Document, found: Values) -> Values:
+    out = {**read_zero(document, found), "whole_sums": False, "all_reduced": False}
+    stage = out["zero_stage"]
+    if _base(document) != "bf16" or read_zero_offload(document, found)["offload"]:
+        return out
+    return {**out, **bf16_optimizer(document.year, stage, _is_wide(document, stage))}
+
+
+def _one_dtype(document: Document, found: Values) -> str | None:
+    without = document.count(_Z + "stage", 0) == 0
+    if not without or document.year < _ONE_DTYPE or _base(document) != "bf16" or not _is_wide(document, 0):
+        return None
+    return "data_types.grad_accum_dtype=fp32 of bf16 needs ZeRO since January 2026; nearest: zero_optimization.stage=1"
 
 
 def read_overlap(document: Document, found: Values) -> Values:
@@ -136,17 +185,25 @@ def _write_precision(setup: Setup) -> Values:
     base = base_of(setup.precision)
     if base not in ("bf16", "fp16"):
         return {} if base == "fp32" else {"bf16.enabled": True}
-    narrow = GRADIENTS_16 in setup.precision
-    return {f"{base}.enabled": True, "data_types.grad_accum_dtype": base if narrow else "fp32"}
+    wide = GRADIENTS_16 not in setup.precision
+    if wide and setup.config.zero_stage == 0:  # which it refuses
+        return {f"{base}.enabled": True}
+    return {f"{base}.enabled": True, "data_types.grad_accum_dtype": "fp32" if wide else base}
+
+
+def _base(document: Document) -> str:
+    return next((name for name in ("bf16", "fp16") if document.get(f"{name}.enabled") in (True, "auto")), "fp32")
 
 
 def read_precision_of(document: Document, found: Values) -> Values:
-    """Return the precision, with gradients as ZeRO keeps them."""
-    base = next((name for name in ("bf16", "fp16") if document.get(f"{name}.enabled") in (True, "auto")), "fp32")
-    kept = document.get("data_types.grad_accum_dtype")
-    if kept is None:
-        return {"precision": precision_word(base, found["zero_stage"] > 0 or base == "fp16")}
-    return {"precision": precision_word(base, kept != "fp32")}
+    """Return the precision, with gradients as the engine keeps them."""
+    base, kept = _base(document), document.get("data_types.grad_accum_dtype")
+    narrow = (
+        kept != "fp32"
+        if kept is not None
+        else base == "fp16" or not _is_wide(document, document.count(_Z + "stage", 0))
+    )
+    return {"precision": precision_word(base, narrow)}
 
 
 DEEPSPEED = Target(
@@ -168,7 +225,7 @@ DEEPSPEED = Target(
             "context_method",
         ),
         derived(data_parallel, "dp"),
-        Field(("zero_stage", "zero_replicas"), write_zero, read_zero),
+        Field(("zero_stage", "zero_replicas", "whole_sums", "all_reduced"), write_zero, _read_zero),
         derived(read_zero_offload, "offload"),
         derived(read_overlap, "overlap_zero", "overlap_gather"),
         Field(("micro_batch_size", "global_batch_size"), _write_batch, read_batch),
@@ -198,6 +255,8 @@ DEEPSPEED = Target(
         "ep": "expert_parallel exists since 2026; before, experts are MoE layers in the code of the model",
         "etp": "expert_tensor_parallel_size is a setting of AutoEP, with ep",
         "overlap": "a setting of the model's code",
+        "whole_sums": "bf16 with gradients in 32 bits and ZeRO 1 is its BF16_Optimizer, which has them",
+        "precision": "gradients have the dtype of the model without ZeRO",
     },
-    rules=(TargetRule(_triple),),
+    rules=(TargetRule(_triple), TargetRule(_one_dtype)),
 )

@@ -10,6 +10,7 @@ config_file.says, config_file.faults
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -146,6 +147,7 @@ def read_text(
     read = _read(target, document, given)
     says, vague, refused = read.says, read.vague, read.refused
     _check_known(vague, given, path)
+    _check_degrees(target, document, given, path)
     if refused and not lenient:
         raise refused[0]
     of_schema = target.schema.faults({name: v for name, v in found.items() if name not in read.overridden}, year)
@@ -163,9 +165,9 @@ def read_text(
 
 def _values(text: str, path: str, target: Target, year: float) -> dict[str, Any]:
     """Return the values of a file and of those that it names, by the paths of the schema."""
-    reader = target.reader(suffix_of(path), year)
-    found = reader.read(text, path)
-    if not found and reader in target.also:
+    readers = target.readers(suffix_of(path), year)
+    found = next((values for reader in readers if (values := reader.read(text, path))), {})
+    if not found and readers[0] in target.also:
         raise PinError(f"{path} has nothing that {target.name} takes: {target.about}")
     renamed = target.renamed or dict
     found = dict(renamed(found))
@@ -218,6 +220,34 @@ def _foreign(target: Target, document: Document) -> tuple[str, ...]:
 def _is_idle(target: Target, name: str, value: Any) -> bool:
     """Return True for a value that changes neither time nor memory; calls of functions and more arguments may."""
     return value not in (BY_FUNCTION, MORE) and target.schema.is_idle(name, value)
+
+
+# Names of degrees in the files of any framework -> the degree. `model` alone is tensor parallelism, as in GPT-NeoX
+_DEGREES = {
+    "tp": r"(tensor|model)(_model)?_parallel(ism)?(_size|_degree|_dim)?|tp(_size|_degree)?",
+    "pp": r"(pipe|pipeline)(_model)?_parallel(ism)?(_size|_degree|_dim)?|pp(_size|_degree)?",
+    "cp": r"(context|sequence)(_model)?_parallel(ism)?_(size|degree|dim)|(cp|sp)(_size|_degree)?",
+    "ep": r"experts?(_model)?_parallel(ism)?(_size|_degree|_dim)?|ep(_size|_degree)?",
+}
+
+
+def _check_degrees(target: Target, document: Document, given: Mapping[str, Any], path: str) -> None:
+    """Raise PinError if a file has a degree above 1 that is no field of the target: it is of another framework."""
+    for name, value in document.values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 1:
+            continue
+        last = name.rpartition(".")[2].lower().replace("-", "_")
+        degree = next((each for each, words in _DEGREES.items() if re.fullmatch(words, last)), None)
+        read = not target.schema.is_foreign(name) or _seen(name, document.seen)
+        if degree is None or read or name.startswith(_OF_SCRIPT) or given.get(degree) is not None:
+            continue
+        if target.schema.faults({name: value}, document.year):  # a section whose fields are all known: said there
+            continue
+        raise PinError(
+            f"{path}: {name}={value} is a degree, which autoplan does not read from files of {target.name}; give "
+            f"--{degree}, or --format with the framework that takes the file",
+            (degree,),
+        )
 
 
 def _check_known(vague: Mapping[str, str], given: Mapping[str, Any], path: str) -> None:
@@ -468,7 +498,8 @@ def _differences(
         if wanted[name] == runs[name] or (name in _WITHOUT and wanted[name] is None):
             continue
         why = target.why_not(name)
-        lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); it runs {_said(runs[name])}"
+        runs_it = "the file does not say what it runs" if runs[name] is None else f"it runs {_said(runs[name])}"
+        lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); {runs_it}"
         if name == "recompute" and isinstance(runs[name], str):
             lost[name] += f", which autoplan plan --pin recompute={runs[name]} prices"
     set_there = {n: where for n, where in left.items() if n not in lost and wanted[n] != _DEFAULTS.get(n)}

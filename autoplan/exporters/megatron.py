@@ -26,6 +26,7 @@ from autoplan.exporters.megatron_degrees import (
 )
 from autoplan.exporters.megatron_stages import At, read_stages, recompute_reader, write_recompute, write_stages
 from autoplan.exporters.predicting import MTP_RULE, mtp_field
+from autoplan.exporters.primus import PRIMUS, PrimusYaml
 from autoplan.exporters.record import (
     Document,
     Field,
@@ -276,6 +277,8 @@ def _read_batch(at: At, document: Document, found: Values) -> Values:
 # Options that old flags tell the time of: model_parallel_size and batch_size are of before 2020-11 and 2020-12,
 # checkpoint_activations of before 2022-05 (megatron/arguments.py). Megatron-DeepSpeed has the last one to this day.
 def _age(values: Values) -> str | None:
+    if PRIMUS in values:
+        return "26.05"  # its Megatron is of before June 2026, when losses of Transformer Engine were refused
     old = "model_parallel_size" in values or ("batch_size" in values and "micro_batch_size" not in values)
     return "20.06" if old else "22.04" if values.get("checkpoint_activations") and not values.get("deepspeed") else None
 
@@ -488,8 +491,8 @@ MEGATRON_LM = Target(
         ),
     ),
     marks=_MARKS,
-    also=(FlagsYaml("megatron-lm"),),
-    marks_also=_MARKS,
+    also=(FlagsYaml("megatron-lm"), PrimusYaml("megatron")),
+    marks_also=(*_MARKS, PRIMUS),
     renamed=lambda values: own_arguments(values, MEGATRON_KINDS),
     named_files=(DEEPSPEED_CONFIG,),
     version_in=_age,

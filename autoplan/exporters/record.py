@@ -272,9 +272,9 @@ class Target:
             return self.marks
         return self.marks_also or [mark for mark in self.marks if "." in mark]
 
-    def reader(self, suffix: str, year: float) -> Reader:
-        """Return the syntax by which a file with a suffix is read in a year."""
-        return next((syntax for syntax in self.also if syntax.suffix == suffix), self.syntax(year))
+    def readers(self, suffix: str, year: float) -> tuple[Reader, ...]:
+        """Return the syntaxes by which a file with a suffix may be read in a year; the first with values counts."""
+        return tuple(syntax for syntax in self.also if syntax.suffix == suffix) or (self.syntax(year),)
 
     def fields_at(self, year: float) -> tuple[Field, ...]:
         """Return the fields that exist in a year."""

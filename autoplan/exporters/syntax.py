@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import yaml
 
 from autoplan.errors import PinError
+from autoplan.exporters.python_values import UNKNOWN
 from autoplan.exporters.setup import Setup
 from autoplan.files import json_of
 
@@ -119,6 +121,42 @@ class Yaml:
         except (ValueError, yaml.YAMLError) as error:  # ValueError: of a date or number that PyYAML cannot make
             raise PinError(f"{where} is not YAML: {' '.join(str(error).split())}") from None
         return mapping_of(data, where)
+
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+@dataclass(frozen=True)
+class ReferringYaml(Yaml):
+    """YAML in which `${path}` is another value of the file, as in OmegaConf. One that is not there is not known.
+
+    Attributes:
+        inside: name of a section that holds the values, in files that have one; empty: there is none.
+    """
+
+    inside: str = ""
+
+    def read(self, text: str, where: str) -> dict[str, Any]:
+        """Return the values by path; the path of a value that is not known begins with `?`."""
+        values = super().read(text, where)
+        within = {path: value for path, value in values.items() if self.inside and path.startswith(f"{self.inside}.")}
+        values = {path.removeprefix(f"{self.inside}."): value for path, value in (within or values).items()}
+        out: dict[str, Any] = {}
+        for path, value in values.items():
+            found = _followed(value, values)
+            known = not isinstance(found, str) or _REFERENCE.search(found) is None
+            out[path if known else f"{UNKNOWN}{path}"] = found
+        return out
+
+
+def _followed(value: object, values: Mapping[str, Any], depth: int = 8) -> Any:
+    """Return a value with what its references name; a reference to itself stays."""
+    if not isinstance(value, str) or depth == 0:
+        return value
+    whole = _REFERENCE.fullmatch(value)
+    if whole is not None:
+        return _followed(values[whole[1]], values, depth - 1) if whole[1] in values else value
+    return _REFERENCE.sub(lambda m: str(_followed(values.get(m[1], m[0]), values, depth - 1)), value)
 
 
 @dataclass(frozen=True)

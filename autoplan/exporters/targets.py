@@ -9,21 +9,25 @@ from autoplan.errors import PinError
 from autoplan.exporters.accelerate import ACCELERATE
 from autoplan.exporters.automodel import AUTOMODEL
 from autoplan.exporters.deepspeed import DEEPSPEED
+from autoplan.exporters.gpt_neox import GPT_NEOX
 from autoplan.exporters.lightning import LIGHTNING
+from autoplan.exporters.llm_foundry import LLM_FOUNDRY
 from autoplan.exporters.maxtext import MAXTEXT
 from autoplan.exporters.megatron import MEGATRON_LM
 from autoplan.exporters.megatron_bridge import MEGATRON_BRIDGE
 from autoplan.exporters.nanotron import NANOTRON
+from autoplan.exporters.olmo import OLMO
 from autoplan.exporters.python_values import UNKNOWN
 from autoplan.exporters.record import Reader, Recognised, Target
 from autoplan.exporters.torchtitan import TORCHTITAN
+from autoplan.exporters.torchtune import TORCHTUNE
 from autoplan.exporters.transformers import TRANSFORMERS
 from autoplan.names import did_you_mean
 from autoplan.stacks.records import stack, version_of
 
 _ALL = (
     *(MEGATRON_LM, MEGATRON_BRIDGE, TORCHTITAN, AUTOMODEL, DEEPSPEED, ACCELERATE, TRANSFORMERS, LIGHTNING, NANOTRON),
-    MAXTEXT,
+    *(MAXTEXT, GPT_NEOX, TORCHTUNE, LLM_FOUNDRY, OLMO),
 )
 TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
 

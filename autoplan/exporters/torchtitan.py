@@ -10,6 +10,7 @@ from autoplan.config.parallel import Dispatcher, Launch, Mode
 from autoplan.config.recompute import BY_OPERATION, FULL, NONE, every_nth, layers_on_ranks
 from autoplan.errors import PinError
 from autoplan.exporters.launching import srun
+from autoplan.exporters.primus import PRIMUS, PrimusYaml
 from autoplan.exporters.record import (
     METHODS_BY_ROTATE,
     ROTATE_METHODS,
@@ -538,6 +539,9 @@ TORCHTITAN = Target(
     about="a Python function that returns a configuration; TOML before 26.03",
     stack="torchtitan",
     files=((0.0, Toml()), (PYTHON, Python(_head, {}))),
+    also=(PrimusYaml("torchtitan"),),
+    marks_also=(PRIMUS,),
+    version_in=lambda values: "26.02" if PRIMUS in values else None,
     fields=(
         same(_P + "tensor_parallel_degree", "tp"),
         same(_P + "pipeline_parallel_degree", "pp"),
@@ -574,6 +578,7 @@ TORCHTITAN = Target(
     ),
     launch=_launch,
     cannot={
+        "virtual_stages": "stages follow from the layers of each, which must divide the model's",
         "precision": "8 bits are converters of the model (Float8LinearConverter.Config, MXFP8LinearConverter.Config)",
         "zero_stage": "fully_shard keeps gathered parameters or frees them (ZeRO 1 or 3), and shards over cp too",
         "schedule": "torchtitan has the classes of torch.distributed.pipelining, with two or more stages per rank",

@@ -15,7 +15,9 @@ from autoplan.errors import PinError
 from autoplan.exporters.python_values import UNKNOWN
 from autoplan.exporters.record import Document, Recognised, TargetRule, Values
 
-NAME, LENGTH, PACKED, ADAPTERS = (f"own.{name}" for name in ("trainer", "length", "packed", "adapters"))
+NAME, LENGTH, PACKED, ADAPTERS, PRECISION = (
+    f"own.{name}" for name in ("trainer", "length", "packed", "adapters", "precision")
+)
 
 
 @dataclass(frozen=True)
@@ -161,9 +163,27 @@ TRL_ADAPTERS = AdapterNames(
 )
 
 
+_OF_MEGATRON = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    "use_distributed_optimizer",
+)
+
+
 def _llama_factory(values: Values) -> Values:
-    """LLaMA-Factory has a switch of its own, which counts instead of Trainer's."""
-    return {"gradient_checkpointing": not values.get("disable_gradient_checkpointing", False)}
+    """LLaMA-Factory has a switch of its own, which counts instead of Trainer's.
+
+    Raises: Recognised for training in Megatron, whose arguments are in the same file.
+    """
+    other = next((name for name in _OF_MEGATRON if name in values), None)
+    if other is not None:
+        raise Recognised(
+            f"{other} is an argument of Megatron, in which LLaMA-Factory trains then (USE_MCA=1, or Megatron Bridge); "
+            "such files are not read; nearest: a script with these as flags, as Megatron-LM takes them"
+        )
+    recompute = not values.get("disable_gradient_checkpointing", False)
+    precision = "fp8" if values.get("fp8") else "native" if values.get("pure_bf16") else None
+    taken = dict.fromkeys(("disable_gradient_checkpointing", *(("fp8", "pure_bf16") if precision else ())))
+    return {"gradient_checkpointing": recompute, PRECISION: precision, **taken}
 
 
 def _axolotl(values: Values) -> Values:
@@ -177,8 +197,8 @@ def _axolotl(values: Values) -> Values:
         out["gradient_checkpointing"] = True
     if values.get("flash_attention"):  # before attn_implementation
         out |= {"flash_attention": None, "attn_implementation": "flash_attention_2"}
-    if values.get("deepspeed"):
-        return out
+    if values.get("deepspeed") or any(path.startswith("deepspeed.") for path in values):
+        return out | ({PRECISION: "fp8"} if wide else {})
     of_fsdp = [path for path in values if path.startswith("fsdp_config.")]
     kind = "FSDP" if values.get("fsdp") or of_fsdp else "MULTI_GPU"
     told: dict[str, Any] = {"distributed_type": kind, "mixed_precision": "fp8" if wide else narrow}

@@ -38,6 +38,7 @@ from autoplan.exporters.trainer_scripts import (
 )
 
 _D, _F = "deepspeed.", "fsdp_config."
+_SYNC = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
 _BATCH = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -81,6 +82,18 @@ def _write_engine(setup: Setup) -> Values:
     out = {"fsdp": True, _F + "version": 2, _F + "reshard_after_forward": c.zero_stage == 3}
     out |= {_F + "activation_checkpointing": setup.any_recompute != NONE}
     return out | ({_F + "cpu_offload": True} if c.offload == ("parameters",) else {})
+
+
+def _write_sync(setup: Setup) -> Values:
+    c = setup.config
+    each = engine(setup) == "FSDP" and c.zero_stage >= 2 and c.num_micro_batches > 1 and not setup.options.reduce_once
+    return {_SYNC: True} if each else {}
+
+
+def _read_sync(document: Document, found: Values) -> Values:
+    """FSDP sends gradients with the last micro-batch, or with each (GradientAccumulationPlugin of accelerate)."""
+    given = document.get(_SYNC)
+    return {} if given is None or document.has("deepspeed") else {"reduce_once": not given}
 
 
 def _read_mesh(document: Document, found: Values) -> Values:
@@ -152,6 +165,8 @@ def _write_precision(setup: Setup) -> Values:
 
 
 def _read_precision(document: Document, found: Values) -> Values:
+    if document.has(trainer_kinds.PRECISION):
+        return {"precision": document.get(trainer_kinds.PRECISION)}
     check_defaults(document, "bf16", "fp16")
     stated, launched = [name for name in ("bf16", "fp16") if trl.value_of(document, name)], _launched(document)
     if not stated and launched is not None:
@@ -228,6 +243,7 @@ TRANSFORMERS = Target(
         Field(
             ("zero_stage", "zero_replicas", "offload", "overlap_zero", "overlap_gather"), _write_engine, _read_engine
         ),
+        Field(("reduce_once",), _write_sync, _read_sync),
         Field(("micro_batch_size", "global_batch_size"), _write_batch, _read_batch),
         derived(micro_batches, "num_micro_batches"),
         Field(("recompute",), _write_recompute, _read_recompute),

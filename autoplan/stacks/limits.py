@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.precision import precision_of
 
 
 class Limit(StrEnum):
@@ -19,6 +20,8 @@ class Limit(StrEnum):
     ZERO_0_DP_ALONE: states are whole with dp as the only degree above 1.
     REPLICAS_OF_ZERO_3: only ZeRO 3 shards over some of the ranks.
     SHARDS_OVER_ALL: ZeRO shards over all ranks.
+    BF16_SHARDS: states of bfloat16 parameters are sharded, which is ZeRO 1 at least.
+    ZERO_0_1_IN_PIPELINES: ZeRO 2 and 3 are without a pipeline.
     FULL_PIPELINE: a step has at least as many micro-batches as stages.
     WHOLE_ROUNDS: it has a multiple of them.
     """
@@ -31,6 +34,8 @@ class Limit(StrEnum):
     ZERO_0_DP_ALONE = "zero_0_dp_alone"
     REPLICAS_OF_ZERO_3 = "replicas_of_zero_3"
     SHARDS_OVER_ALL = "shards_over_all"
+    BF16_SHARDS = "bf16_shards"
+    ZERO_0_1_IN_PIPELINES = "zero_0_1_in_pipelines"
     FULL_PIPELINE = "full_pipeline"
     WHOLE_ROUNDS = "whole_rounds"
 
@@ -76,6 +81,18 @@ def _shards_over_all(c: ParallelConfig) -> str | None:
     return f"zero_replicas={c.zero_replicas}: ZeRO shards over all ranks" if c.zero_replicas > 1 else None
 
 
+def _bf16_shards(c: ParallelConfig) -> str | None:
+    if c.zero_stage or c.dp * c.cp == 1:
+        return None
+    return "zero_stage=0: states of bfloat16 parameters are sharded"
+
+
+def _zero_0_1_in_pipelines(c: ParallelConfig) -> str | None:
+    if c.pp == 1 or c.zero_stage < 2:
+        return None
+    return f"zero_stage={c.zero_stage}: pipelines have ZeRO 0 and 1, and pp={c.pp}"
+
+
 def _full_pipeline(c: ParallelConfig) -> str | None:
     if c.num_micro_batches >= c.pp:
         return None
@@ -89,6 +106,7 @@ def _whole_rounds(c: ParallelConfig) -> str | None:
 
 
 _OF_EXPERTS = frozenset((Limit.ETP_IS_TP, Limit.WHOLE_EXPERTS, Limit.EP_OR_ETP))
+_OF_BF16 = frozenset((Limit.BF16_SHARDS,))
 _RULES: Mapping[Limit, Callable[[ParallelConfig], str | None]] = {
     Limit.ETP_IS_TP: _etp_is_tp,
     Limit.WHOLE_EXPERTS: _whole_experts,
@@ -98,11 +116,17 @@ _RULES: Mapping[Limit, Callable[[ParallelConfig], str | None]] = {
     Limit.ZERO_0_DP_ALONE: _zero_0_dp_alone,
     Limit.REPLICAS_OF_ZERO_3: _replicas_of_zero_3,
     Limit.SHARDS_OVER_ALL: _shards_over_all,
+    Limit.BF16_SHARDS: _bf16_shards,
+    Limit.ZERO_0_1_IN_PIPELINES: _zero_0_1_in_pipelines,
     Limit.FULL_PIPELINE: _full_pipeline,
     Limit.WHOLE_ROUNDS: _whole_rounds,
 }
 
 
-def beyond(limit: Limit, config: ParallelConfig, num_experts: int) -> str | None:
+def beyond(limit: Limit, config: ParallelConfig, num_experts: int, precision: str = "fp32") -> str | None:
     """Return the choice by which a configuration of a model exceeds a limit, and why; None if it does not."""
-    return None if limit in _OF_EXPERTS and not num_experts else _RULES[limit](config)
+    if limit in _OF_EXPERTS and not num_experts:
+        return None
+    if limit in _OF_BF16 and precision_of(precision).compute != "bfloat16":
+        return None
+    return _RULES[limit](config)

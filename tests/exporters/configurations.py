@@ -26,7 +26,7 @@ VERSIONS = (
     *("megatron-lm", "megatron-bridge", "torchtitan", "torchtitan@0.2.2", "torchtitan@0.2.0", "torchtitan@0.1.0"),
     "deepspeed",
     *("accelerate", "accelerate@1.9.0", "accelerate@25.01", "transformers", "lightning", "nanotron", "maxtext"),
-    "automodel",
+    *("automodel", "gpt-neox", "torchtune", "llm-foundry", "olmo"),
 )
 
 

@@ -105,6 +105,15 @@ def test_what_automodel_refuses(given: dict[str, Any], model: str, fault: str, t
     assert any(fault in text for text in faults), faults
 
 
+@pytest.mark.parametrize(("linear", "kind"), [("torch", "products"), ("te", "full")])
+def test_selective_recompute_is_by_operation(linear: str, kind: str, tmp_path: Path) -> None:
+    """distributed/activation_checkpointing.py: attention and every second product are kept, as in torchtitan."""
+    recipe = {**changed(activation_checkpointing="selective"), "model": {"backend": {"linear": linear, "attn": "sdpa"}}}
+    found = read(recipe, tmp_path, "llama-3.1-8b")
+    assert found.says["recompute"] == kind
+    assert any("priced as full recompute" in text for text in found.warnings) is (kind == "full")
+
+
 @pytest.mark.parametrize(("given", "stage"), [
     ({}, 3), ({"reshard_after_forward": False}, 1), ({"pp_size": 2}, 1),
     ({"reshard_after_forward": False, "defer_fsdp_grad_sync": False}, 2),

@@ -142,3 +142,27 @@ def test_deepspeed_chat_makes_its_configuration_from_arguments(tmp_path: Path) -
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}')
     named = read(tmp_path, "other.sh", other.replace("--deepspeed", "--deepspeed --bf16 --deepspeed_config ds.json"))
     assert (named.faults, named.says["zero_stage"], named.says["precision"]) == ((), 1, "bf16")
+
+
+@pytest.mark.parametrize(("line", "precision"), [("fp8: true", "fp8"), ("pure_bf16: true", "native")])
+def test_a_precision_of_the_trainer_counts_more_than_that_of_its_arguments(
+    line: str, precision: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "factory.yaml"
+    path.write_text(f"{FACTORY}{line}\n")
+    found = read_config(path, cluster=CLUSTER)
+    assert found.says["precision"] == precision and not found.foreign
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(
+        f"{AXOLOTL.replace('fsdp: [full_shard, auto_wrap]', 'deepspeed: deepspeed_configs/zero1.json')}fp8: true"
+    )
+    assert read_config(path, cluster=CLUSTER).says["precision"] == "fp8"
+
+
+def test_training_in_megatron_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mca.yaml"
+    path.write_text(f"{FACTORY}pipeline_model_parallel_size: 1\n")
+    with pytest.raises(
+        PinError, match="pipeline_model_parallel_size is an argument of Megatron, in which LLaMA-Factory"
+    ):
+        read_config(path, cluster=CLUSTER)

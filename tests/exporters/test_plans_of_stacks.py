@@ -46,6 +46,9 @@ def config(**degrees: object) -> ParallelConfig:
         (Limit.REPLICAS_OF_ZERO_3, {"zero_stage": 3, "zero_replicas": 2}, {"zero_stage": 1, "zero_replicas": 2},
          "zero_replicas=2: only ZeRO 3 shards over fewer ranks, not ZeRO 1"),
         (Limit.SHARDS_OVER_ALL, {"zero_stage": 3}, {"zero_stage": 3, "zero_replicas": 2}, "zero_replicas=2: ZeRO"),
+        (Limit.BF16_SHARDS, {"zero_stage": 1}, {}, "zero_stage=0: states of bfloat16 parameters are sharded"),
+        (Limit.ZERO_0_1_IN_PIPELINES, {"pp": 2, "zero_stage": 1}, {"pp": 2, "zero_stage": 2},
+         "zero_stage=2: pipelines have ZeRO 0 and 1, and pp=2"),
         (Limit.FULL_PIPELINE, {"pp": 4}, {"pp": 8}, "num_micro_batches=4: fewer than the stages of pp=8"),
         (Limit.WHOLE_ROUNDS, {"pp": 2}, {"pp": 3}, "num_micro_batches=4: no multiple of the stages of pp=3"),
     ],
@@ -54,14 +57,15 @@ def config(**degrees: object) -> ParallelConfig:
 def test_a_limit_names_what_exceeds_it(
     limit: Limit, within: dict[str, object], outside: dict[str, object], words: str
 ) -> None:
-    assert beyond(limit, config(**within), 8) is None
-    assert (beyond(limit, config(**outside), 8) or "").startswith(words)
+    assert beyond(limit, config(**within), 8, "bf16") is None
+    assert (beyond(limit, config(**outside), 8, "bf16") or "").startswith(words)
 
 
 def test_each_limit_is_one_of_some_stack_and_legality_asks_it() -> None:
     used = {limit for each in stacks().values() for era in each.eras for limit in era.can.limits}
     assert used == set(Limit)
     assert beyond(Limit.WHOLE_EXPERTS, config(), 0) is None  # a model without experts
+    assert beyond(Limit.BF16_SHARDS, config(), 0, "fp16") is None
     r = PlanRequest(load_model("mixtral-8x7b"), Cluster.parse("1x8xh100-sxm5-80gb"), 4096, 256, like="maxtext")
     spread = config(dp=4, ep=8, etp=1, zero_stage=3, num_micro_batches=64)
     found = broken(spread, r.facts, r.scope)

@@ -20,6 +20,7 @@ from autoplan.exporters.setup import ESSENTIAL, Setup, values
 from autoplan.exporters.targets import TARGETS, target_of
 from autoplan.schedules.schedule import SCHEDULES
 from autoplan.stacks.like import read_like
+from autoplan.stacks.limits import Limit
 from autoplan.stacks.records import year_of
 
 # What of the grid a target can at least say, of every 11th setup
@@ -34,7 +35,7 @@ LEAST = {
         "transformers": 2,
         "lightning": 4,
     },
-    **{"nanotron": 14, "maxtext": 6, "automodel": 30},
+    **{"nanotron": 14, "maxtext": 6, "automodel": 30, "gpt-neox": 7, "torchtune": 8, "llm-foundry": 2, "olmo": 2},
 }
 
 
@@ -109,7 +110,8 @@ def test_a_target_says_what_its_stack_can(to: str) -> None:
     """A plan that was searched with --like is one that export writes: every ZeRO stage and schedule of the record."""
     asked, can = request("llama-3.1-8b", to), read_like(to).can
     plain = ParallelConfig(dp=16, num_micro_batches=4)
-    tried = [plain.but(zero_stage=stage) for stage in can.zero_stages]
+    shards = Limit.BF16_SHARDS in can.limits  # the precision asked for is bf16
+    tried = [plain.but(zero_stage=stage) for stage in can.zero_stages if stage or not shards]
     for name in can.schedules if "pp" in can.degrees else ():
         stages = max(SCHEDULES[name].virtual_stages[0], 1)
         half = plain.but(dp=8, pp=2, num_micro_batches=8, zero_stage=0 if to == "nanotron" else 1)
@@ -178,7 +180,7 @@ def altered(setup: Setup) -> list[tuple[str, Setup]]:
 def test_options_are_read_back_or_named(to: str, tmp_path: Path) -> None:
     """Each option of a run, alone."""
     config = ParallelConfig(dp=8, tp=2, zero_stage=3, num_micro_batches=8, recompute="full")
-    if to.startswith(("accelerate@", "transformers", "lightning", "nanotron")):
+    if to.startswith(("accelerate@", "transformers", "lightning", "nanotron", "llm-foundry", "olmo")):
         config = config.but(dp=16, tp=1, num_micro_batches=4, zero_stage=0 if to == "nanotron" else 3)
     mixed = request("mixtral-8x7b", to)
     ep = 2 if to.startswith(("megatron", "deepspeed", "torchtitan", "automodel")) else 1
@@ -254,7 +256,7 @@ def another(value: object) -> object:
     """Another value of the same kind; None for texts, which have few legal ones."""
     if isinstance(value, bool):
         return not value
-    return value * 2 if isinstance(value, int) else None
+    return (value * 2 or 1) if isinstance(value, int) else None
 
 
 def relevant(name: str, setup: Setup) -> bool:

@@ -210,3 +210,24 @@ def test_one_overlap_of_a_recipe_leaves_the_others_as_they_are(tmp_path: Path) -
     usual = read_like("megatron-bridge@26.08").on("h100-sxm5-80gb", "mixtral-8x7b").options("h100-sxm5-80gb").overlap
     assert set(says["overlap"]) == set(usual) - {"tp"} and "tp" in usual
     assert says["launch"] == "router_graphs"
+
+
+@pytest.mark.parametrize(("once", "written"), [(True, False), (False, True)])
+def test_trainer_is_told_when_gradients_are_sent(once: bool, written: bool, tmp_path: Path) -> None:
+    export = export_setup(setup("transformers", config=PLAIN.but(zero_stage=3), reduce_once=once), "transformers")
+    assert ("sync_each_batch" in export.text) is written and not export.not_said
+    path = tmp_path / "plan.json"
+    path.write_text(export.text)
+    assert read_config(path, "transformers", cluster=CLUSTER).says.get("reduce_once", True) is once
+
+
+def test_gradients_sent_once_are_named_where_a_target_sends_each() -> None:
+    """ZeRO 2 of Automodel sends gradients of every micro-batch; the price of a plan that does not says so."""
+    export = export_setup(setup("automodel", config=PLAIN.but(zero_stage=2)), "automodel")
+    assert any(line.startswith("reduce_once=True: automodel") for line in export.not_said)
+
+
+def test_what_a_file_leaves_open_is_not_called_none() -> None:
+    config = ParallelConfig(dp=8, cp=2, zero_stage=3, num_micro_batches=8, context_method="ring")
+    (said,) = export_setup(setup("torchtitan", config=config), "torchtitan").not_said
+    assert said.startswith("context_method=ring: torchtitan") and said.endswith("the file does not say what it runs")

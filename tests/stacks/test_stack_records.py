@@ -179,7 +179,11 @@ def test_what_is_without_masters_is_said_once() -> None:
     like = read_like("automodel")
     assert like.precision(latent=False) == "native"
     assert like.but(precision="bf16-grad32").precision(latent=False) == "bf16"
-    assert [s.name for s in stacks().values() if s.native_since is not None] == ["automodel", "kempnerforge"]
+    assert [s.name for s in stacks().values() if s.native_since is not None] == [
+        "automodel",
+        "kempnerforge",
+        "torchtune",
+    ]
     assert stack("torch-fsdp").in_16_bits("bf16", False, year) == "bf16-grad16"
 
 

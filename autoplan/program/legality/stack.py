@@ -76,7 +76,7 @@ def _limits(c: ParallelConfig, f: Facts) -> str | None:
     if f.like is None or not f.like.can.limits:
         return None
     num_experts = 0 if f.model is None else f.model.num_experts
-    said = next(filter(None, (beyond(limit, c, num_experts) for limit in f.like.can.limits)), None)
+    said = next(filter(None, (beyond(limit, c, num_experts, f.precision) for limit in f.like.can.limits)), None)
     return said and f"{said} ({f.like.name})"
 
 
