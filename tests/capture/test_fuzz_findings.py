@@ -98,6 +98,36 @@ def test_one_value_may_be_read_in_two_layouts() -> None:
     assert len(outcome.equal) == 3
 
 
+STATEFUL = {
+    "a multiple of a size that is a float": "return self.head(h * (1 + 0.1 * h.shape[1])).clamp(max=0.3 * h.shape[1])",
+    "and one that a buffer takes": "self.seen.copy_(self.seen + h.shape[0] * 0.1)\nreturn self.head(h / self.seen)",
+    "attention of torch's own module whose shares are dropped": "return self.head(self.encoder(h))",
+    "a layer that nothing but a buffer reads": (
+        "v = self.encoder(h)\nself.seen.lerp_(v.detach().mean((0, 1)), 0.2)\nreturn self.head(self.encoder(h).sin())"
+    ),
+    "layers that nothing but their buffers need": (
+        "v = h\nfor layer in self.layers:\n    v = layer(v.mT).mT\nreturn self.head(h)"
+    ),
+    "layers that are attributes, one of them for a buffer alone": (
+        "v = self.first(h)\nself.seen.copy_(v.detach().reshape(-1, 8).mean(0))\nreturn self.head(self.second(h))"
+    ),
+}
+LAYER = "nn.TransformerEncoderLayer(8, 2, 16, {}, batch_first=True, norm_first=True)"
+STATE = (
+    f"self.register_buffer('seen', torch.ones(8))\nself.encoder = {LAYER.format(0.2)}\n"
+    "self.layers = nn.ModuleList(nn.Sequential(nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8)) for _ in range(2))\n"
+    f"self.first, self.second = {LAYER.format(0.0)}, {LAYER.format(0.0)}"
+)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_draws_and_updates_are_equal(name: str) -> None:
+    """On one device the module's, by numbers that both know; in parts those of one device."""
+    plans = FuzzPlan(tp=2), FuzzPlan(dp=2, recompute="full")
+    outcome = examine(program(STATEFUL[name], ENTROPY, STATE), plans)
+    assert len(outcome.equal) == 3 and not outcome.refused
+
+
 OF_ONE_LENGTH = {
     "half of the sequence": ("return F.glu(h, 1)", ""),
     "a size in a module of PyTorch": (

@@ -150,7 +150,7 @@ class Examiner:
     def _truth(self, case: Case, mine: Log) -> Log | Verdict:
         made = list(mine.made)
         with tempfile.TemporaryDirectory() as folder:
-            if case.options.get("dropout"):
+            if task_of(case).draws:
                 how = one_device_job, case.to_json(), folder, made
             else:
                 how = alone_job, case.to_json(), made  # type: ignore[assignment]
