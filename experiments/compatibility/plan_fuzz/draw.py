@@ -120,7 +120,7 @@ class _Traits:
         self.by_samples = self.by_samples or (stateful and kind != "masked")
         self.norms_and_biases = model in ("gpt", "translator", "vision") or kind in ("Bart", "Qwen2")
         calls = {"gpt": "blocks.%d", "vision": "blocks.%d", "causal": "model.layers.%d"}
-        self.calls = "transformer.h.%d" if kind == "GPT2" else calls.get(model, "")
+        self.calls = "transformer.h.%d" if kind in ("GPT2", "Bloom") else calls.get(model, "")
         self.drops = bool(options.get("dropout")) or model == "drawing" or any(options.get(name) for name in DROPS)
         self.jumps = model == "updating" and kind in ("codebook", "router")
         self.outputs = options.get("returns") != "object"  # which has no names
