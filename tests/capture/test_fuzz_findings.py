@@ -55,6 +55,13 @@ EQUAL = {
         "self.w = nn.Parameter(torch.randn(16))",
     ),
     "a power in place": ("v = h * 1\nv.pow_(2)\nreturn self.head(v + 2)", ENTROPY),
+    "layers of whose parameters none is used": (
+        "return self.second(self.first(h))",
+        TERM,
+        "made = lambda self, x: x + torch.tanh(F.softshrink(x, 0.2))\n"
+        "Layer = type('Layer', (nn.Sequential,), {'forward': made})\n"
+        "self.first, self.second = (Layer(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))",
+    ),
     "a sum along a dim of a tensor without dims": ("return h, h.sum()", f"{TERM} + out[1].sum(-1) * 0.1"),
     "a copy into a new tensor": ("v = torch.zeros_like(h)\nv.copy_(h * 2)\nreturn v", TERM),
     "squeeze of a batch that a micro-batch cuts to one sample": ("return self.head(h.squeeze())", ENTROPY),
