@@ -105,8 +105,8 @@ class Translator:
     def run(self) -> Trace:
         """Translate the whole graph."""
         module = self.program.graph_module
-        unread = needed_unread(self.program)
         _restore_users(module)
+        unread = needed_unread(self.program)
         # first: code that the loss does not need may use unsupported ops
         module.graph.eliminate_dead_code(lambda n: n in unread or (n.is_impure() and not is_mark(n)))
         self._placeholders()
