@@ -113,7 +113,8 @@ STATEFUL = {
         "v = self.encoder(h)\nself.seen.lerp_(v.detach().mean((0, 1)), 0.2)\nreturn self.head(self.encoder(h).sin())"
     ),
     "an update without gradients behind an op that nothing reads": (
-        "torch.relu(h)\nwith torch.no_grad():\n    self.seen.mul_(0.9).add_(h.mean((0, 1)), alpha=0.1)\nreturn self.head(h)"
+        "torch.relu(h)\nwith torch.no_grad():\n    self.seen.mul_(0.9).add_(h.mean((0, 1)), alpha=0.1)\n"
+        "return self.head(h)"
     ),
     "layers that nothing but their buffers need": (
         "v = h\nfor layer in self.layers:\n    v = layer(v.mT).mT\nreturn self.head(h)"
