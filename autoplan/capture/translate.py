@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 
 from autoplan.capture.decompose import Traces, decomposed, other_form
 from autoplan.capture.draws import drawn_in_place, has_generator
-from autoplan.capture.frontend.aliases import Aliases
+from autoplan.capture.frontend.aliases import Aliases, is_mark
 from autoplan.capture.frontend.buffers import plain_tensors
 from autoplan.capture.frontend.inplace import (
     ALLOCATIONS,
@@ -25,6 +25,7 @@ from autoplan.capture.frontend.inplace import (
     Window,
     changed_in_place,
     cuts_at_fixed_places,
+    needed_unread,
     new_values,
     out_of_place,
     painted,
@@ -32,7 +33,6 @@ from autoplan.capture.frontend.inplace import (
     promoted,
     record_fill,
     window,
-    writing_regions,
 )
 from autoplan.capture.frontend.inputs import LossModule
 from autoplan.capture.frontend.lengths_held import Lengths, error_kind
@@ -105,11 +105,10 @@ class Translator:
     def run(self) -> Trace:
         """Translate the whole graph."""
         module = self.program.graph_module
-        written = writing_regions(self.program)
         _restore_users(module)
-        module.graph.eliminate_dead_code(
-            lambda n: n in written or n.is_impure()
-        )  # first: code that the loss does not need may use unsupported ops
+        unread = needed_unread(self.program)
+        # first: code that the loss does not need may use unsupported ops
+        module.graph.eliminate_dead_code(lambda n: n in unread or (n.is_impure() and not is_mark(n)))
         self._placeholders()
         self._graph(module, module.graph)
         out = next(n for n in module.graph.nodes if n.op == "output").args[0]

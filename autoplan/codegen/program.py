@@ -25,7 +25,7 @@ from autoplan.ir.layout import Axis, Layout, Mesh
 from autoplan.ir.symbols import SYMBOLS, Expr
 from autoplan.ops.batch import batch_obstacle, uses_batch_size
 from autoplan.ops.table import backward_reads_params, updated_buffers
-from autoplan.program.evaluation import evaluation_layouts
+from autoplan.program.evaluation import apart, evaluation_layouts
 from autoplan.program.expert_degrees import Spread
 from autoplan.program.lower import BlockLowering, identifier
 from autoplan.program.passes import executed, rewritten
@@ -583,4 +583,8 @@ class _Compiler:
 
 def compile_program(graph: ModelGraph, layouts: Layouts) -> Program:
     """Lower a captured model under a plan's layouts. Pure: plain values in, text and JSON out."""
+    graph, selection, copied = apart(graph, layouts.selection)
+    if copied:
+        methods = {new: layouts.context[old] for new, old in copied.items() if old in layouts.context}
+        layouts = replace(layouts, selection=selection, context={**layouts.context, **methods})
     return _Compiler(graph, layouts).with_evaluation().run()

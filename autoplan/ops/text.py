@@ -45,23 +45,27 @@ Emitter = Callable[[OpText], str]
 
 def py(size: Expr) -> str:
     """Return the Python text of a symbolic size, with exact integer division."""
-    denominator = 1
-    for _, coefficient in size.terms:
-        denominator = max(denominator, coefficient.denominator)
-    text = str(size.scale(Fraction(denominator))).replace("*", " * ").replace("+", " + ")
-    if denominator == 1:
-        return text
-    simple = len(size.terms) == 1
-    return f"{text} // {denominator}" if simple else f"({text}) // {denominator}"
+    return _divided(size, "//")
 
 
 def literal(value: Any) -> str:
-    """Return the Python text of an attribute: a number, a symbolic size, a plain value."""
+    """Return the Python text of an attribute: a number, a symbolic size, a plain value.
+
+    An expression with fractions is a float that the model made of a size, as `0.1 * x.shape[1]`.
+    """
     if isinstance(value, Expr):
-        return f"({py(value)})" if value.value is None else py(value)
+        return f"({_divided(value, '/')})" if value.value is None else py(value)
     if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
     return repr(value)
+
+
+def _divided(size: Expr, by: str) -> str:
+    denominator = math.lcm(*(coefficient.denominator for _, coefficient in size.terms))
+    text = str(size.scale(Fraction(denominator))).replace("*", " * ").replace("+", " + ")
+    if denominator == 1:
+        return text
+    return f"{text} {by} {denominator}" if len(size.terms) == 1 else f"({text}) {by} {denominator}"
 
 
 def shape_text(sizes: Sequence[Expr]) -> str:

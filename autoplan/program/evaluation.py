@@ -17,12 +17,13 @@ from itertools import product as cartesian
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import GraphError, LayoutError
+from autoplan.ir.fresh import FreshNames
 from autoplan.ir.graph import Block, Call, ModelGraph, Node, Value, of_the_batch
 from autoplan.ir.layout import Axis, I, Layout, R
 from autoplan.ir.symbols import SYMBOLS, Expr, product
 from autoplan.ops.batch import batch_obstacle
 from autoplan.ops.table import updated_buffers
-from autoplan.program.choice_kinds import ChoiceKind
+from autoplan.program.choice_kinds import ChoiceKind, is_strategy
 from autoplan.program.problem import (
     IntraProblem,
     IntraSettings,
@@ -81,6 +82,53 @@ def evaluation_layouts(
     if batch_obstacle(evaluation) is not None and batch_obstacle(graph) is None:
         raise LayoutError(f"its batch cannot be split: {batch_obstacle(evaluation)}")
     return EvaluationLayouts(evaluation, found, own)
+
+
+def apart(graph: ModelGraph, selection: Selection) -> tuple[ModelGraph, Selection, Mapping[str, str]]:
+    """Return a graph whose layers that are alike in training and differ in evaluation are calls of different blocks.
+
+    The blocks are copies, with the layouts of the block that they are copies of, as far as `selection` has it.
+
+    Returns:
+        The graph, the selection, and the block that each copy is made of.
+    """
+    evaluation = graph.evaluation
+    if evaluation is None:
+        return graph, selection, {}
+    evaluated, names = {call.name: call.block for call in evaluation.calls}, FreshNames(graph.blocks)
+    name_of, copied, calls = dict[tuple[str, str], str](), dict[str, str](), list[Call]()
+    for call in graph.calls:
+        kind = call.block, evaluated.get(call.name, "")
+        if kind[1] and kind not in name_of:
+            first = all(block != call.block for block, _ in name_of)
+            name_of[kind] = call.block if first else names.fresh(call.block)
+            if not first:
+                copied[name_of[kind]] = call.block
+        calls.append(replace(call, block=name_of.get(kind, call.block)))
+    blocks = {**graph.blocks, **{new: replace(graph.blocks[old], name=new) for new, old in copied.items()}}
+    out = dict(selection)
+    for new, old in copied.items():
+        for name, option in selection.items():
+            if not is_strategy(name):
+                out[name] = _also_of(out[name], old, new)
+            elif name.startswith(f"{old}/"):
+                out[f"{new}{name.removeprefix(old)}"] = _of(option, old, new)
+    return replace(graph, blocks=blocks, calls=tuple(calls)), out, copied
+
+
+def _of(option: Option, old: str, new: str) -> Option:
+    """Return the option of a node as that of the same node in a copy of its block."""
+    ends = [tuple(((new, key[1]), layout) for key, layout in of) for of in (option.requires, option.provides)]
+    return replace(option, requires=ends[0], provides=ends[1])
+
+
+def _also_of(option: Option, old: str, new: str) -> Option:
+    """Return an option that holds for the values of a copy of a block, too."""
+    ends = [
+        (*of, *(((new, key[1]), layout) for key, layout in of if key[0] == old))
+        for of in (option.requires, option.provides)
+    ]
+    return replace(option, requires=ends[0], provides=ends[1])
 
 
 def _prices(axes: Sequence[Axis]) -> Costs:

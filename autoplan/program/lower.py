@@ -181,8 +181,9 @@ class BlockLowering:
         for node in self.block.nodes:
             for name in node.tensor_inputs:
                 consumers.setdefault(name, []).append(node)
-        out = {}
+        out, later = {}, {name for node in self.block.nodes for name in node.outputs}
         for node in self.block.nodes:
+            later -= set(node.outputs)
             if (
                 op_kind(node.op) is not OpKind.PRODUCT
                 or len(consumers.get(node.outputs[0], [])) != 1
@@ -190,7 +191,7 @@ class BlockLowering:
             ):
                 continue
             follower = consumers[node.outputs[0]][0]
-            if not adds_bias(follower) or follower.inputs[0] != node.outputs[0]:
+            if not adds_bias(follower) or follower.inputs[0] != node.outputs[0] or follower.inputs[1] in later:
                 continue
             produced = dict(self.option(node).provides)[self.block.name, node.outputs[0]]
             wanted = dict(self.option(follower).requires)[self.block.name, node.outputs[0]]

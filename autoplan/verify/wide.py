@@ -7,9 +7,11 @@ cast to float32 in their norms and routers, and the graph has dropped the casts 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ WIDE = torch.float64
 _READ_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # of a C descriptor
 _CASTS = frozenset((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16))
 _DRAWING = frozenset((F.dropout, torch.dropout, F.scaled_dot_product_attention))
+# functions of torch, written in Python, whose bodies drop values: a mode sees a call of them as one
+_DRAWING_INSIDE = frozenset((F.multi_head_attention_forward,))
 # functions that make tensors of numbers in the code: the numbers are rounded as in the model and in the graph
 _OF_NUMBERS = frozenset(
     (torch.tensor, torch.scalar_tensor, torch.full, torch.arange, torch.linspace, torch.logspace, torch.full_like)
@@ -61,6 +65,9 @@ class Wide(TorchFunctionMode):
             return self._backward(*args, **given)
         if func in _DRAWING:
             return self._without_drawing(func, args, given)
+        if func in _DRAWING_INSIDE:
+            with self:
+                return _body_of(func)(*args, **given)
         if func in _OF_NUMBERS:
             if func in _LIKE and given.get("dtype") is None and args[0].dtype is WIDE:
                 given["dtype"] = self.shown
@@ -102,6 +109,16 @@ class Wide(TorchFunctionMode):
         engine: Callable[..., Any] = torch.autograd.graph._engine_run_backward
         with self:
             engine(outs, grads, keep, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True)
+
+
+@functools.cache
+def _body_of(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch that does not ask whether a mode takes its call, which then sees what it calls."""
+    assert isinstance(func, FunctionType)
+    names = {**func.__globals__, "has_torch_function": lambda *_: False}
+    body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
 
 
 def _narrow(x: object) -> bool:

@@ -255,7 +255,8 @@ class LeastMemory:
         c, need, choices = config, self.need_bytes(room), self._choices[ACTIVATIONS in config.offload]
         held = most_held(c.schedule, c.pp, c.num_micro_batches, 1).held
         states = self.unit_states(c)
-        weights = 1.0 / (states.sum() + need * choices.least.sum() * held + 1.0)
+        # a unit that makes what another one keeps, in place of what it would keep itself, counts below 0
+        weights = 1.0 / np.maximum(states.sum() + need * choices.least.sum() * held + 1.0, 1.0)
         units = (weights * (states[:, None] + need * choices.least[:, None] * held)).min(axis=1)
         rest = room.device_bytes - self.fixed_bytes(c, room) - sum(self.least_buffers(c))
         beyond = np.array([choices.least_beyond(number) for number in held.tolist()])

@@ -83,12 +83,14 @@ def run_simulated(
     step: SimulatedStep,
     sources: Mapping[str, str] | None = None,
     records: list[CollectiveRecord] | None = None,
+    updated: dict[str, torch.Tensor] | None = None,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and the full gradients of one step.
 
     Args:
         sources: texts of the stages to run instead of the program's.
         records: receives the collectives that really ran.
+        updated: receives the buffers that the step updates, by their names in the model.
     """
     spec = program.spec
     if any(size > 1 for name, size in spec.axes if name.startswith("cp")):
@@ -117,6 +119,8 @@ def run_simulated(
                 total += _micro_batch(spec, stages, step, mesh, denominators, index)
         if records is not None:
             records += seen
+        if updated is not None:
+            updated |= _updated(spec, stages)
         return total, _gradients(spec, stages, mesh)
 
 
@@ -195,6 +199,19 @@ def _local_inputs(step: SimulatedStep, index: int, mesh: AxisMesh) -> tuple[dict
     first = [(mesh.coordinate("dp", r) * step.num_micro_batches + index) * size for r in range(mesh.world_size)]
     parts = {k: rank_map(lambda r, v=v: v[first[r] : first[r] + size].clone()) for k, v in step.batch.items()}
     return parts, first
+
+
+def _updated(spec: ProgramSpec, stages: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the buffers that a step has updated. ValueError if they are not the same on all ranks."""
+    found = {}
+    for s, stage in zip(spec.stages, stages, strict=True):
+        for b in s.buffers:
+            if b.updated:
+                parts = list(getattr(buffer_owner(stage, b), b.attr)._local_tensors.values())
+                if any(not torch.equal(part, parts[0]) for part in parts):
+                    raise ValueError(f"the buffer {b.name} differs between ranks")
+                found[b.name] = parts[0].detach()
+    return found
 
 
 def _gradients(spec: ProgramSpec, stages: Sequence[torch.nn.Module], mesh: AxisMesh) -> dict[str, torch.Tensor]:

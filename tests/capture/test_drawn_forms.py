@@ -142,11 +142,19 @@ def _seeded(x: torch.Tensor) -> torch.Tensor:
     return x + torch.randn(WIDTH)
 
 
+def _masked_by_numpy(x: torch.Tensor) -> torch.Tensor:
+    """As SpecAugment in transformers: numpy takes a size that is not known yet for an object, not for a number."""
+    mask = np.zeros((1, 4), dtype=bool)
+    np.put_along_axis(mask, np.array([[x.shape[0]]]), 1, -1)
+    return x * float(mask.sum())
+
+
 REFUSED: dict[str, tuple[Form, str]] = {
     "kernel": (lambda x: torch.poisson(x.exp()), r"test_drawn_forms\.py:\d+: aten\.poisson\.default .* torch\.rand, "),
     "generator": (_from_generator, r"aten\.randn\.generator .* a generator of its own .* leave the generator out"),
     "in place": (lambda x: x + torch.empty_like(x).normal_(generator=torch.Generator()), "a generator of its own"),
     "Python": (lambda x: x * random.random(), "Python's random"),
+    "a mask of NumPy": (_masked_by_numpy, r"test_drawn_forms\.py:\d+ \(np\.put.* the forward computes with numpy \("),
     "NumPy": (lambda x: x * float(np.random.rand()), r"numpy\.random"),
     **{
         f"an attribute, {type(g).__name__}": (Held(g), r"draws random numbers with 'held\.0\.generator'")

@@ -55,6 +55,13 @@ EQUAL = {
         "self.w = nn.Parameter(torch.randn(16))",
     ),
     "a power in place": ("v = h * 1\nv.pow_(2)\nreturn self.head(v + 2)", ENTROPY),
+    "layers of whose parameters none is used": (
+        "return self.second(self.first(h))",
+        TERM,
+        "made = lambda self, x: x + torch.tanh(F.softshrink(x, 0.2))\n"
+        "Layer = type('Layer', (nn.Sequential,), {'forward': made})\n"
+        "self.first, self.second = (Layer(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))",
+    ),
     "a sum along a dim of a tensor without dims": ("return h, h.sum()", f"{TERM} + out[1].sum(-1) * 0.1"),
     "a copy into a new tensor": ("v = torch.zeros_like(h)\nv.copy_(h * 2)\nreturn v", TERM),
     "squeeze of a batch that a micro-batch cuts to one sample": ("return self.head(h.squeeze())", ENTROPY),
@@ -96,6 +103,40 @@ def test_one_value_may_be_read_in_two_layouts() -> None:
     body = "h = self.embed(ids)\nreturn h * h + h, h"
     outcome = examine(program(body, terms), (FuzzPlan(tp=2, layout=122), FuzzPlan(tp=4, layout=122)))
     assert len(outcome.equal) == 3
+
+
+STATEFUL = {
+    "a multiple of a size that is a float": "return self.head(h * (1 + 0.1 * h.shape[1])).clamp(max=0.3 * h.shape[1])",
+    "and one that a buffer takes": "self.seen.copy_(self.seen + h.shape[0] * 0.1)\nreturn self.head(h / self.seen)",
+    "attention of torch's own module whose shares are dropped": "return self.head(self.encoder(h))",
+    "a layer that nothing but a buffer reads": (
+        "v = self.encoder(h)\nself.seen.lerp_(v.detach().mean((0, 1)), 0.2)\nreturn self.head(self.encoder(h).sin())"
+    ),
+    "an update without gradients behind an op that nothing reads": (
+        "torch.relu(h)\nwith torch.no_grad():\n    self.seen.mul_(0.9).add_(h.mean((0, 1)), alpha=0.1)\n"
+        "return self.head(h)"
+    ),
+    "layers that nothing but their buffers need": (
+        "v = h\nfor layer in self.layers:\n    v = layer(v.mT).mT\nreturn self.head(h)"
+    ),
+    "layers that are attributes, one of them for a buffer alone": (
+        "v = self.first(h)\nself.seen.copy_(v.detach().reshape(-1, 8).mean(0))\nreturn self.head(self.second(h))"
+    ),
+}
+LAYER = "nn.TransformerEncoderLayer(8, 2, 16, {}, batch_first=True, norm_first=True)"
+STATE = (
+    f"self.register_buffer('seen', torch.ones(8))\nself.encoder = {LAYER.format(0.2)}\n"
+    "self.layers = nn.ModuleList(nn.Sequential(nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8)) for _ in range(2))\n"
+    f"self.first, self.second = {LAYER.format(0.0)}, {LAYER.format(0.0)}"
+)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_draws_and_updates_are_equal(name: str) -> None:
+    """On one device the module's, by numbers that both know; in parts those of one device."""
+    plans = FuzzPlan(tp=2), FuzzPlan(dp=2, recompute="full")
+    outcome = examine(program(STATEFUL[name], ENTROPY, STATE), plans)
+    assert len(outcome.equal) == 3 and not outcome.refused
 
 
 OF_ONE_LENGTH = {

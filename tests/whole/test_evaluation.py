@@ -70,8 +70,8 @@ def test_batch_norm_has_its_running_statistics(pins: str) -> None:
     assert max(pool(2).run(batch_norm_models.evaluated, PINS[pins], 3, timeout_s=180)) < 1e-12
 
 
-@pytest.mark.parametrize("pins", [{"pp": 2}, {"cp": 2}], ids=str)
-def test_other_heads_tables_and_buffers_than_in_training(pins: dict[str, Any]) -> None:
+@pytest.mark.parametrize("pins", [{"pp": 2}, {"cp": 2}, {"tp": 2, "recompute": "full"}], ids=str)
+def test_other_heads_tables_layers_and_buffers_than_in_training(pins: dict[str, Any]) -> None:
     errors = pool(2).run(evaluation_models.evaluated, {"num_micro_batches": 2, **pins}, timeout_s=180)
     assert max(errors) < 1e-12
 

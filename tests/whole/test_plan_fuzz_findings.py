@@ -47,6 +47,12 @@ FOUND = {
     ),
     # Positions from a table in float32 beside activations in 16 bits: the norm behind them failed in every step.
     "a table in float32": Case(options={"sinus": True}, precision="bf16", plan=Plan({"dp": 1, "tp": 2})),
+    # Its layers keep less than nothing, by themselves: a bound of memory said that no cut of it fits on any device.
+    "layers that share what they keep": Case(
+        model="divided",
+        options={"kind": "convolutions"},
+        plan=Plan({"dp": 2, "tp": 1, "pp": 1, "zero_stage": 3, "offload": "parameters"}),
+    ),
     # PyTorch's hook reads the first dim of every gradient once it compresses.
     "a number under PowerSGD": Case(
         options={"number": True}, compression="powersgd", plan=Plan({"dp": 2}), steps=(Step(), Step(), Step())

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 
 def place_of_frame(stack: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost frame outside torch, as 'file:line (text): '."""
+    """Return the innermost frame outside torch and numpy, as 'file:line (text): '."""
     for frame in reversed(stack):
-        if "/torch/" not in frame.filename and "autoplan/capture" not in frame.filename:
+        if not any(part in frame.filename for part in ("/torch/", "/numpy/", "autoplan/capture")):
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} ({frame.line}): "
     return ""

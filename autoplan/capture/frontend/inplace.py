@@ -257,7 +257,26 @@ def new_values(program: torch.export.ExportedProgram) -> dict[str, fx.Node]:
     return {str(spec.target): node for spec, node in found if spec.kind is OutputKind.BUFFER_MUTATION}
 
 
-def writing_regions(program: torch.export.ExportedProgram) -> set[fx.Node]:
+def needed_unread(program: torch.export.ExportedProgram) -> set[fx.Node]:
+    """Return nodes that a program needs although nothing may read what they return.
+
+    They are regions that write into what they are given, and the marks of layers in which buffers are updated.
+    """
+    writing = _writing_regions(program)
+    impure = {n for n in program.graph.nodes if n.op == "call_function" and n.is_impure() and not is_mark(n)}
+    updates = impure | writing | set(new_values(program).values())
+    found, inside = set[str](), list[str]()
+    for node in program.graph.nodes:
+        if is_mark(node, "begin"):
+            inside.append(str(node.args[-1]))
+        elif is_mark(node, "end"):
+            inside.pop()
+        elif node in updates:
+            found.update(inside)
+    return writing | {n for n in program.graph.nodes if is_mark(n) and n.args[-1] in found}
+
+
+def _writing_regions(program: torch.export.ExportedProgram) -> set[fx.Node]:
     """Return the regions without gradients that write into what they are given.
 
     Where nothing reads what such a region returns, it is dead code to a graph.

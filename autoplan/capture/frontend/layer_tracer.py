@@ -44,6 +44,8 @@ marker(
     "block_repeat(Tensor[] xs, Tensor[] like, str layer, str first) -> Tensor[]",
     lambda xs, like, layer, first: empty_like_each(like),
 )
+for mark in ("block_begin", "block_end", "block_repeat"):  # a layer may update buffers and return what nothing reads
+    torch.fx.node.has_side_effect(getattr(torch.ops.autoplan, mark).default)
 
 
 def layer_modules(model: nn.Module, lists_only: bool = False) -> dict[str, nn.Module]:

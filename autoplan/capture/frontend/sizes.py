@@ -289,7 +289,13 @@ def _said(exc: BaseException) -> str:
             "the forward needs the other processes of a job (torch.distributed), and a program computes what one "
             "process computes: leave this out where `torch.distributed.is_initialized()` is False, as in the capture"
         )
-    return _ADVICE.split(str(exc), maxsplit=1)[0].strip()
+    text = _ADVICE.split(str(exc), maxsplit=1)[0].strip()
+    if any("/numpy/" in frame.filename for frame in traceback.extract_tb(exc.__traceback__)):
+        return (
+            f"the forward computes with numpy ({text}), whose numbers a graph would keep as constants; compute with "
+            "torch, give what numpy makes as an input, or leave this out in training"
+        )
+    return text
 
 
 def _user_inputs(program: torch.export.ExportedProgram) -> list[str]:

@@ -160,7 +160,7 @@ def _opened(entries: Iterable[_Entry], depth: int, kinds: Mapping[str, Hashable]
             found.append(run)
         else:
             kind = kinds[run.path]
-            is_block = count[kind] > 1 and share[kind] >= _OPENED
+            is_block = count[kind] > 1 and share[kind] >= _OPENED and run.has_params
             inside = _opened(run.entries, depth + 1, kinds) if run.share >= _OPENED else []
             if inside and (not is_block or any(p.is_block for p in inside)):
                 found += inside

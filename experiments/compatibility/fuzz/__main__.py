@@ -3,11 +3,13 @@
     python -m experiments.compatibility.fuzz --examples 1000 --seed 0 [--level ops|models] [--workers 2] [--minutes 60]
 
 Draws modules with hypothesis: embeddings, products, norms, views, reductions, attention, indexing, in-place ops,
-repeated layers, tied weights, buffers, masks, several outputs and losses. Every module is captured; loss and all
-gradients of its program in float64 are compared with the module's own, on one device and under random plans with random
-layouts, all ranks in one process. At level `ops` programs are short, and every split that the rule of any of their
-nodes claims is run, too. Prints the smallest program of every finding: a wrong number, an exception that is no refusal,
-or a refusal that names nothing. Exits with an error if there is one. The same seed draws the same programs.
+repeated layers, tied weights, buffers that stay or are updated, random numbers, masks, several outputs and losses.
+Every module is captured; loss, all gradients and updated buffers of its program in float64 are compared with the
+module's own, on one device and under random plans with random layouts, all ranks in one process. Where a program draws
+random numbers, they are the same in both on one device, and plans are compared with that. At level `ops` programs are
+short, and every split that the rule of any of their nodes claims is run, too. Prints the smallest program of every
+finding: a wrong number, an exception that is no refusal, or a refusal that names nothing. Exits with an error if there
+is one. The same seed draws the same programs.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from experiments.compatibility.fuzz.rounds import LEVELS, run_round
+from experiments.compatibility.fuzz.stateful import ALL_OPERATIONS
 from experiments.compatibility.one_by_one import EQUAL, Row, Task, run_all
 
 _ROUND = 25  # programs of a process
@@ -37,6 +40,10 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument("--examples", type=int, default=200, help="programs of each level")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--level", choices=list(LEVELS), nargs="+", default=list(LEVELS))
+    families = ", ".join(ALL_OPERATIONS)
+    parser.add_argument(
+        "--only", nargs="+", choices=ALL_OPERATIONS, metavar="FAMILY", help=f"of operations, all by default: {families}"
+    )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--minutes", type=float, help="start no round after these")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of a round of 25 programs, or of one finding")
@@ -60,7 +67,11 @@ def main() -> int:
 
     rounds = -(-args.examples // _ROUND)
     tasks = [
-        Task(level, f"seed {s}", functools.partial(run_round, level, s, min(_ROUND, args.examples)))
+        Task(
+            level,
+            f"seed {s}",
+            functools.partial(run_round, level, s, min(_ROUND, args.examples), args.only or tuple(ALL_OPERATIONS)),
+        )
         for s in range(args.seed * 1000, args.seed * 1000 + rounds)
         for level in args.level
     ]

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
+from autoplan.capture.evaluation import updated_by
 from autoplan.capture.export import capture
 from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.errors import AutoplanError
 from autoplan.ir.graph import ModelGraph
+from autoplan.ops.record import Trait
+from autoplan.ops.table import op_has
 from autoplan.verify.check import TOLERANCE, differing
+from autoplan.verify.one_device import compile_one_device, load_stage
+from autoplan.verify.runs import VerifyTask, copies_of, run_graph
+from autoplan.verify.wide import wide
 from experiments.compatibility.fuzz.nodes import WrongNode, cases, check_splits
 from experiments.compatibility.fuzz.plans import FuzzPlan
 from experiments.compatibility.fuzz.programs import FILE, FuzzProgram
@@ -47,17 +55,27 @@ class Unnamed(Finding):
 
 @dataclass(frozen=True)
 class Truth:
-    """Loss and gradients of a module."""
+    """Loss and gradients of a module, and the buffers that its forward changed, or that a program updates."""
 
     loss: float
     gradients: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
 
-    def differs(self, loss: float, gradients: Mapping[str, torch.Tensor], trained: Sequence[str]) -> str:
+    def differs(self, other: Truth, trained: Sequence[str]) -> str:
         """Return what differs from the truth; empty if nothing."""
-        if not abs(loss - self.loss) <= TOLERANCE * max(abs(self.loss), _LEAST):
-            return f"loss {loss:.9g} instead of {self.loss:.9g}"
-        wrong = differing(list(trained), gradients, self.gradients)
-        return "; ".join(f"gradient of {w.name} off by {w.error:.1e} of {w.want:.1e}" for w in wrong)
+        if not abs(other.loss - self.loss) <= TOLERANCE * max(abs(self.loss), _LEAST):
+            return f"loss {other.loss:.9g} instead of {self.loss:.9g}"
+        wrong = differing(list(trained), other.gradients, self.gradients)
+        texts = [f"gradient of {w.name} off by {w.error:.1e} of {w.want:.1e}" for w in wrong]
+        texts += [f"buffer {name} is not updated" for name in self.buffers.keys() - other.buffers.keys()]
+        for name, got in other.buffers.items():
+            if name not in self.buffers:  # its new value is the old one
+                continue
+            want = self.buffers[name]
+            error, scale = (float(x.abs().max()) for x in (got.double() - want.double(), want.double()))
+            if got.shape != want.shape or not error <= TOLERANCE * max(scale, _LEAST):
+                texts.append(f"buffer {name} off by {error:.1e} of {scale:.1e}")
+        return "; ".join(texts)
 
 
 @dataclass(frozen=True)
@@ -70,33 +88,46 @@ class Outcome:
     skipped: str = ""
 
 
-def truth_of(program: FuzzProgram, size: tuple[int, int], moved: bool = False) -> Truth | None:
-    """Return what the module computes; None if it does not learn, or not by finite numbers."""
+def truth_of(program: FuzzProgram, size: tuple[int, int], moved: bool = False, drawn: bool = False) -> Truth | None:
+    """Return what the module computes; None if it does not learn, or not by finite numbers.
+
+    Args:
+        moved: every parameter is moved a little.
+        drawn: random numbers are those that are known (`autoplan.verify.drawn`).
+    """
     model, batch = program.model(), program.batch(size, seed=1)
+    before = {n: b.clone() for n, b in model.named_buffers()}
     if moved:
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + _MOVED * torch.randn(p.shape, generator=generator, dtype=p.dtype))
     try:
-        loss = program.loss(model, batch)
-        loss.backward()
+        with wide(torch.float64) if drawn else contextlib.nullcontext():
+            loss = program.loss(model, batch)
+            loss.backward()
     except Exception:  # whatever PyTorch refuses
         return None
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    if not found or loss.dim() or not all(bool(t.isfinite().all()) for t in (loss, *found.values())):
+    buffers = {n: b.detach() for n, b in model.named_buffers() if not torch.equal(b, before[n])}
+    wholly = all(bool(t.isfinite().all()) for t in (loss, *found.values(), *buffers.values()))
+    if not found or loss.dim() or not wholly:
         return None
-    return Truth(float(loss.detach()), found)
+    return Truth(float(loss.detach()), found, buffers)
 
 
-def _sensitive(program: FuzzProgram, size: tuple[int, int], truth: Truth) -> bool:
-    other = truth_of(program, size, moved=True)
+def _sensitive(program: FuzzProgram, size: tuple[int, int], truth: Truth, drawn: bool) -> bool:
+    other = truth_of(program, size, moved=True, drawn=drawn)
     if other is None or abs(other.loss - truth.loss) > _SENSITIVE * max(abs(truth.loss), _LEAST):
         return True
     largest = max(float(g.abs().max()) for g in truth.gradients.values())
     return any(
         float((other.gradients[n] - g).abs().max()) > _SENSITIVE * float(g.abs().max()) + 1e-9 * largest
         for n, g in truth.gradients.items()
+    ) or any(
+        n not in other.buffers
+        or float((other.buffers[n].double() - b.double()).abs().max()) > _SENSITIVE * max(float(b.abs().max()), _LEAST)
+        for n, b in truth.buffers.items()
     )
 
 
@@ -138,7 +169,7 @@ def _examine(program: FuzzProgram, plans: Sequence[FuzzPlan], mesh: str) -> Outc
     if truth_of(program, CAPTURED) is None:
         return Outcome(skipped="it does not learn")
     model = program.model()
-    random_state = random.getstate()
+    random_state, before = random.getstate(), _state(model)
     try:
         graph = capture(model, program.batch(CAPTURED), program.loss_fn)
     except AutoplanError as exc:
@@ -147,41 +178,66 @@ def _examine(program: FuzzProgram, plans: Sequence[FuzzPlan], mesh: str) -> Outc
         raise Crashed(f"capture: {crash(exc)}\n{program.text}") from exc
     finally:
         random.setstate(random_state)
+    changed = [n for n, x in _state(model).items() if not torch.equal(x, before[n])]
+    if changed:
+        raise Wrong(f"the capture has changed {', '.join(changed)} of the module\n{program.text}")
+    drawn, updates = _is_drawn(graph), bool(updated_by(graph))
     size = next((x for x in (RUN, CAPTURED) if _fits(graph, x, program.batch(x))), None)
-    truth = None if size is None else truth_of(program, size)
-    if size is None or truth is None or _sensitive(program, size, truth):
+    truth = None if size is None else truth_of(program, size, drawn=drawn)
+    if size is None or truth is None or _sensitive(program, size, truth, drawn):
         return Outcome(skipped="it jumps, or holds for no batch")
-    batch = program.batch(size, seed=1)
+    batch, trained = program.batch(size, seed=1), [n for n, p in graph.params.items() if p.trainable]
     equal, refused = [], []
     for plan in (FuzzPlan(), *plans):
+        if updates:  # one process that runs each whole micro-batch in sequence is not run here
+            plan = replace(plan, num_micro_batches=1)
         if size[0] % (plan.dp * plan.num_micro_batches):
             continue
         try:
-            _compare(program, graph, plan, batch, truth)
-            equal.append(str(plan))
+            if drawn and plan == FuzzPlan():
+                why = truth.differs(_with_known_numbers(program, graph, batch), trained)
+                truth = _simulated(program, graph, plan, batch)  # of its own numbers
+            else:
+                why = truth.differs(_simulated(program, graph, plan, batch), trained)
         except AutoplanError as exc:
             refused.append(_refused(program, str(plan), exc))
-        except Finding:
-            raise
         except Exception as exc:
             raise Crashed(f"{plan}: {crash(exc)}\n{program.text}") from exc
+        else:
+            if why:
+                raise Wrong(f"{plan}: {why}\n{program.text}")
+            equal.append(str(plan))
     num = _splits(program, graph, size, batch, mesh) if mesh else 0
     return Outcome(tuple(equal), tuple(refused), num)
 
 
-def _compare(
-    program: FuzzProgram, graph: ModelGraph, plan: FuzzPlan, batch: Mapping[str, torch.Tensor], truth: Truth
-) -> None:
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: x.detach().clone() for n, x in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _is_drawn(graph: ModelGraph) -> bool:
+    """Return True if a graph draws random numbers, also for dropout."""
+    return any(op_has(node.op, Trait.RANDOM) for block in graph.blocks.values() for node in block.nodes)
+
+
+def _with_known_numbers(program: FuzzProgram, graph: ModelGraph, batch: Mapping[str, torch.Tensor]) -> Truth:
+    """Return what the program of one device computes with the random numbers that the module has in `truth_of`."""
+    task = VerifyTask(program.model(), graph, batch, program.loss_fn)
+    compiled = compile_one_device(graph)
+    ran = run_graph(task, load_stage(compiled.text), compiled, copies_of(task.model, moved=False), batch)
+    return Truth(float(ran.loss), ran.gradients, ran.buffers)
+
+
+def _simulated(program: FuzzProgram, graph: ModelGraph, plan: FuzzPlan, batch: Mapping[str, torch.Tensor]) -> Truth:
+    """Return what the program of a plan computes, and the buffers that it updates."""
     model = program.model()
     samples, tokens = next(x.shape for x in batch.values() if x.dim() > 1)[:2]
     env = {"b": samples // (plan.dp * plan.num_micro_batches), "s": tokens, "t": tokens}
-    emitted = plan.compiled(graph, env)
+    emitted, updated = plan.compiled(graph, env), dict[str, torch.Tensor]()
     params = {n: p.detach() for n, p in model.named_parameters()}
     step = SimulatedStep(params, dict(all_buffers(model)), batch, plan.num_micro_batches)
-    loss, gradients = run_simulated(emitted, step)
-    why = truth.differs(loss, gradients, [n for n, p in graph.params.items() if p.trainable])
-    if why:
-        raise Wrong(f"{plan}: {why}\n{program.text}")
+    loss, gradients = run_simulated(emitted, step, updated=updated)
+    return Truth(loss, gradients, updated)
 
 
 def _splits(

@@ -85,9 +85,9 @@ class FuzzPlan:
 
 
 @st.composite
-def plans(draw: Draw[Any], num_layers: int = 0) -> FuzzPlan:
-    """Draw plans of at most eight ranks. `num_layers`: of the model; without any it has one pipeline stage."""
-    tp, dp, pp = (draw(st.sampled_from(x)) for x in ((2, 1, 4), (1, 2), (1, 2) if num_layers > 1 else (1,)))
+def plans(draw: Draw[Any], pipelines: bool = False) -> FuzzPlan:
+    """Draw plans of at most eight ranks, of one pipeline stage or also of two."""
+    tp, dp, pp = (draw(st.sampled_from(x)) for x in ((2, 1, 4), (1, 2), (1, 2) if pipelines else (1,)))
     return FuzzPlan(
         tp, dp, pp,
         draw(st.sampled_from((0, 1, 2, 3))) if dp > 1 else 0,

@@ -16,8 +16,8 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from experiments.compatibility.fuzz.operations import OPERATIONS
 from experiments.compatibility.fuzz.scope import CAPTURED, RUN, VOCAB, WIDTH, Draw, Pick, Scope, Unfit, batch_of
+from experiments.compatibility.fuzz.stateful import ALL_OPERATIONS
 
 FILE = "fuzzed.py"  # the name of a program's source in messages
 HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\n"
@@ -68,7 +68,7 @@ def _statement(scope: Scope, names: Sequence[str]) -> None:
     """Draw one statement and keep it if PyTorch computes it."""
     pick = Pick(scope)
     try:
-        text = OPERATIONS[pick.one(names)](pick)
+        text = ALL_OPERATIONS[pick.one(names)](pick)
     except (Unfit, IndexError):
         return
     out = scope.fresh()
@@ -122,6 +122,13 @@ _CALLS: tuple[tuple[str, ...], ...] = (
         "    {out} = torch.utils.checkpoint.checkpoint(layer, {out}{extra}, use_reentrant=False)",
     ),
 )
+_CALLS_OF_ATTRIBUTES: tuple[tuple[str, ...], ...] = (
+    ("{out} = self.first({out}{extra})", "{out} = self.second({out}{extra})"),
+    ("{out} = self.second({out}{extra})", "{out} = self.first({out}{extra}) + {out}"),
+    ("for _ in range(3):", "    {out} = self.first({out}{extra})"),  # one layer three times
+    ("near = self.first({out}{extra})", "{out} = self.second(near.sin(){extra}) + near"),
+    ("{out} = self.first({out}{extra}) * self.second({out}{extra})",),  # side by side
+)
 
 
 def _layers(draw: Draw[Any], scope: Scope, h: str, names: Sequence[str]) -> tuple[str, str]:
@@ -135,10 +142,13 @@ def _layers(draw: Draw[Any], scope: Scope, h: str, names: Sequence[str]) -> tupl
     for each in scope.spaces:
         each["Layer"] = space["Layer"]
     out, num = scope.fresh(), draw(st.integers(2, 4))
-    lines = [f"{out} = {h}", *draw(st.sampled_from(_CALLS))]
+    if draw(st.booleans()):
+        init, calls = f"self.layers = nn.ModuleList(Layer() for _ in range({num}))", draw(st.sampled_from(_CALLS))
+    else:  # no list of layers
+        init, calls = "self.first, self.second = Layer(), Layer()", draw(st.sampled_from(_CALLS_OF_ATTRIBUTES))
     more = "".join(f", {n}" for n in extra)
-    lines = [line.replace("{out}", out).replace("{extra}", more) for line in lines]
-    made = scope.add(lines, [f"self.layers = nn.ModuleList(Layer() for _ in range({num}))"], [out])
+    lines = [line.replace("{out}", out).replace("{extra}", more) for line in (f"{out} = {h}", *calls)]
+    made = scope.add(lines, [init], [out])
     return (text, out) if made else ("", h)
 
 
@@ -190,7 +200,7 @@ def _loss(draw: Draw[Any], scope: Scope, outs: Sequence[str]) -> tuple[str, str]
 
 
 def draw_program(
-    draw: Draw[Any], most: int, with_layers: bool, names: Sequence[str] = tuple(OPERATIONS)
+    draw: Draw[Any], most: int, with_layers: bool, names: Sequence[str] = tuple(ALL_OPERATIONS)
 ) -> FuzzProgram | None:
     """Draw a program of at most `most` statements beside its layers. None if nothing comes of it that can learn."""
     batches = [batch_of(size) for size in (CAPTURED, RUN)]
@@ -238,7 +248,7 @@ def _outputs(draw: Draw[Any], scope: Scope) -> list[str]:
 
 @st.composite
 def programs(
-    draw: Draw[Any], most: int = 6, with_layers: bool = True, names: Sequence[str] = tuple(OPERATIONS)
+    draw: Draw[Any], most: int = 6, with_layers: bool = True, names: Sequence[str] = tuple(ALL_OPERATIONS)
 ) -> FuzzProgram | None:
     """Draw programs; see `draw_program`."""
     return draw_program(draw, most, with_layers, names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from experiments.compatibility.fuzz.examine import Crashed, Finding, Outcome, examine
 from experiments.compatibility.fuzz.plans import plans
 from experiments.compatibility.fuzz.programs import programs
+from experiments.compatibility.fuzz.stateful import ALL_OPERATIONS
 from experiments.compatibility.one_by_one import CRASHED, EQUAL, WRONG, Row
 from experiments.shared.op_parity import MESHES
 
@@ -55,15 +56,14 @@ class Counts:
             self.refusals[f"{stage}: " + re.sub(r"\d+", "N", why)[:_STRETCH]] += 1
 
 
-def draw_and_examine(data: st.DataObject, level: Level) -> Outcome:
-    """Draw a program with its plans and examine it.
+def draw_and_examine(data: st.DataObject, level: Level, names: Sequence[str] = tuple(ALL_OPERATIONS)) -> Outcome:
+    """Draw a program of families of operations with its plans and examine it.
 
     Raises:
         Finding: a defect.
     """
-    program = data.draw(programs(level.most, level.with_layers))
-    layers = program.text.count("class Layer") * 2
-    drawn = [data.draw(plans(layers)) for _ in range(level.num_plans)]
+    program = data.draw(programs(level.most, level.with_layers, names))
+    drawn = [data.draw(plans("class Layer" in program.text)) for _ in range(level.num_plans)]
     mesh = data.draw(st.sampled_from(list(MESHES))) if level.splits else ""
     return examine(program, drawn, mesh)
 
@@ -76,8 +76,11 @@ def settings(examples: int, **more: Any) -> hypothesis.settings:
     )
 
 
-def run_round(level: str, seed: int, examples: int) -> Row:
+def run_round(level: str, seed: int, examples: int, names: Sequence[str] = tuple(ALL_OPERATIONS)) -> Row:
     """Examine programs until one is a finding, which is then made as small as possible.
+
+    Args:
+        names: of the families of operations that are drawn.
 
     Returns:
         A row whose `why` has the finding and `parity` the counts.
@@ -89,7 +92,7 @@ def run_round(level: str, seed: int, examples: int) -> Row:
     @hypothesis.given(st.data())
     def run(data: st.DataObject) -> None:
         try:
-            counts.add(draw_and_examine(data, LEVELS[level]))
+            counts.add(draw_and_examine(data, LEVELS[level], names))
         except Finding as exc:
             if not found:  # making it smaller takes minutes, and may be ended
                 found.append(str(exc))

@@ -266,5 +266,9 @@ class Pick:
         """Return a new buffer, or a tensor that is a plain attribute. `wide`: of floats."""
         if self.flag():
             return self._made("t", f"self.{{name}} = {text}{'.double()' if wide else ''}")
+        return self.registered(text)
+
+    def registered(self, text: str) -> str:
+        """Return a new registered buffer, persistent or not."""
         more = ", persistent=False" if self.flag() else ""
         return self._made("t", f'self.register_buffer("{{name}}", {text}{more})')

@@ -9,6 +9,8 @@ from typing import Any
 from experiments.compatibility.plan_fuzz.cases import Case, Optimizer, Plan, Step
 from experiments.compatibility.plan_fuzz.loop import OPTIMIZERS
 from experiments.compatibility.plan_fuzz.models import BY_SAMPLES, LOSSES
+from experiments.compatibility.plan_fuzz.stateful_models import DRAWING, STATES
+from experiments.compatibility.plan_fuzz.transformers_models import DROPS, EAGER
 
 _WORLDS = {2: 24, 4: 16, 8: 1}  # and how often
 _SCHEDULES = {  # virtual stages, and micro-batches per rank of the pipeline
@@ -24,7 +26,7 @@ _SCALES = (0.0, 0.0, 2.0**4, 2.0**6, 2.0**18, 2.0**21, 2.0**24, 2.0**40)  # of a
 _CONTEXT = ("gather", "ring", "ulysses", "ulysses2xring2")
 _MODELS = (
     ("gpt", 8), ("causal", 9), ("encoder_decoder", 2), ("translator", 2), ("vision", 2), ("residual", 3),
-    ("perceptron", 2), ("recurrent", 1),
+    ("perceptron", 2), ("recurrent", 1), ("drawing", 5), ("updating", 7), ("fourier", 1), ("divided", 4),
 )  # fmt: skip
 
 
@@ -38,11 +40,11 @@ def draw_case(seed: int, number: int) -> Case:
     options, frozen = _draw_model(r, model)
     traits = _Traits.of(model, options)
     precision = r.choices(["native", "bf16", "bf16-grad16", "fp32", "fp16", "fp16-grad16"], [16, 1, 1, 1, 4, 3])[0]
-    if traits.experts or options.get("dropout") or traits.coupled:
+    if traits.experts or traits.drops or traits.coupled:
         precision = "native"  # a router jumps where it rounds
     example_form = r.choices(["", "strided", "turned", "int32"], [12, 1, 1, traits.sequence])[0]
     dtype = "float64"
-    if precision == "native" and not (traits.experts or options.get("dropout")) and r.random() < 0.2:
+    if precision == "native" and not (traits.experts or traits.drops or traits.jumps) and r.random() < 0.2:
         dtype = r.choice(["float32", "float32", "bfloat16"])
     extra = model not in ("causal", "encoder_decoder") and r.random() < 0.2  # transformers' forwards would take it
     model_seed, example = r.randrange(1000), (r.choice([2, 4, 6]), r.choice([8, 16, 24]))
@@ -77,7 +79,7 @@ def draw_case(seed: int, number: int) -> Case:
         dtype=dtype,
         twin=(twin := maybe(0.1)),
         compression=compression,
-        verify=r.random() < 0.05,
+        verify=r.random() < 0.1,
         optimizer=(optimizer := _draw_optimizer(r, (plan, other, next_plan), traits, dtype)),
         plan=plan,
         other=other,
@@ -100,21 +102,27 @@ class _Traits:
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         kind = options.get("kind", "")
-        self.experts = {"Mixtral": 4, "Qwen3Moe": 8, "DeepseekV3": 8}.get(kind, 0)
+        self.experts = {"Mixtral": 4, "Qwen3Moe": 8, "DeepseekV3": 8, "GptOss": 4}.get(kind, 0)
         self.layers = int(options.get("layers", options.get("units", options.get("num_hidden_layers", 2))))
         if model in ("translator", "encoder_decoder"):
             self.layers = 4
-        self.layers = 1 if model in ("perceptron", "recurrent") else self.layers
-        self.heads = int(options.get("heads", 4)) if model not in ("residual", "perceptron", "recurrent") else 0
-        cut = not options.get("dropout") and options.get("loss") != "shifted" and options.get("documents") != "padded"
-        self.attention = model in ("gpt", "causal") and cut
+        self.layers = 1 if model in ("perceptron", "recurrent") else 3 if model == "divided" else self.layers
+        stateful = model in ("drawing", "updating", "fourier", "divided")
+        self.heads = 0 if model in ("residual", "perceptron", "recurrent", "fourier") else int(options.get("heads", 4))
+        self.heads = 2 if stateful and self.heads else self.heads
+        cut = options.get("loss") != "shifted" and options.get("documents") != "padded"
+        cut = cut and not (stateful and (kind in ("masked", "convolutions") or model == "fourier"))
+        self.attention = (model in ("gpt", "causal") or stateful) and cut
         self.sequence = model not in ("vision", "residual", "perceptron")
         self.coupled = options.get("aux", False) or (model == "residual" and options.get("groups") == 0)
+        self.coupled = self.coupled or model == "updating" or bool(options.get("norm"))
         self.by_samples = options.get("loss") in BY_SAMPLES or model == "perceptron" or self.coupled
+        self.by_samples = self.by_samples or (stateful and kind != "masked")
         self.norms_and_biases = model in ("gpt", "translator", "vision") or kind in ("Bart", "Qwen2")
         calls = {"gpt": "blocks.%d", "vision": "blocks.%d", "causal": "model.layers.%d"}
-        self.calls = "transformer.h.%d" if kind == "GPT2" else calls.get(model, "")
-        self.drops = bool(options.get("dropout"))
+        self.calls = "transformer.h.%d" if kind in ("GPT2", "Bloom") else calls.get(model, "")
+        self.drops = bool(options.get("dropout")) or model == "drawing" or any(options.get(name) for name in DROPS)
+        self.jumps = model == "updating" and kind in ("codebook", "router")
         self.outputs = options.get("returns") != "object"  # which has no names
         self.slow = model in ("causal", "encoder_decoder")
 
@@ -158,25 +166,41 @@ def _draw_model(r: random.Random, model: str) -> tuple[dict[str, Any], tuple[str
         return out, frozen
     if model == "causal":
         kind = r.choice(
-            ["Llama", "Llama", "Mistral", "Qwen2", "GPT2", "Mixtral", "Mixtral", "Qwen3Moe", "Qwen3Moe", "DeepseekV3"]
+            [
+                "Llama",
+                "Llama",
+                "Mistral",
+                "Qwen2",
+                "GPT2",
+                "Mixtral",
+                "Mixtral",
+                "Qwen3Moe",
+                "Qwen3Moe",
+                "DeepseekV3",
+                *EAGER,
+            ]
         )
         out = {"kind": kind}
         layers = r.choice([1, 2, 3, 4])
-        out["n_layer" if kind == "GPT2" else "num_hidden_layers"] = layers
+        out["n_layer" if kind in ("GPT2", "Bloom") else "num_hidden_layers"] = layers
+        if kind in EAGER:
+            out["attn_implementation"] = "eager"
         if kind == "DeepseekV3":
             out["num_hidden_layers"] = max(2, layers)
         if maybe(0.3):
             out["own"] = True
         if kind in ("Mixtral", "Qwen3Moe") and maybe(0.25):
             out["aux"] = True
-        elif kind not in ("GPT2", "DeepseekV3") and maybe(0.4):
+        elif kind not in ("GPT2", "DeepseekV3", *EAGER) and maybe(0.4):  # padded Gemma 2 is not finite in eager
             out["documents"] = r.choice(["padded", "packed", "left"])
         if kind in ("Llama", "Qwen2", "Mixtral") and maybe(0.3):
             out["tie_word_embeddings"] = True
         if kind == "Mixtral" and maybe(0.3):
             out["num_local_experts"] = r.choice([2, 3, 6])
-        if kind == "GPT2" and maybe(0.4):
-            out.update(resid_pdrop=0.2, embd_pdrop=0.1, dropout=0.2)
+        if kind == "GPT2" and maybe(0.5):
+            out.update(r.choice([dict(resid_pdrop=0.2, embd_pdrop=0.1), dict(attn_pdrop=0.2)]))
+        if kind in ("Bloom", "Llama", "Mistral", "Gemma2") and maybe(0.3):
+            out["attention_dropout"] = 0.2
         return out, frozen
     if model == "encoder_decoder":
         out = {"kind": r.choice(["T5", "Bart"])}
@@ -189,6 +213,17 @@ def _draw_model(r: random.Random, model: str) -> tuple[dict[str, Any], tuple[str
         return {"layers": r.choice([1, 2, 4]), "classes": r.choice([7, 8]), "pooled": maybe(0.5)}, frozen
     if model == "residual":
         return {"width": r.choice([6, 8, 12]), "groups": r.choice([0, 1, 2]), "units": r.choice([1, 2, 4])}, frozen
+    if model == "drawing":
+        out = {"kind": r.choice(list(DRAWING)), "layers": r.choice([1, 2, 4])}
+        return {**out, "causal": maybe(0.5), **({"dropout": 0.2} if maybe(0.3) else {})}, frozen
+    if model == "updating":
+        where = r.choice(["before", "between", "in", "in", "beside", "behind"])
+        return {"kind": r.choice(list(STATES)), "where": where, "layers": r.choice([1, 2, 4])}, frozen
+    if model == "fourier":
+        return {"filtered": maybe(0.6), "layers": r.choice([1, 2, 4])}, frozen
+    if model == "divided":
+        kind = r.choice(["attributes", "convolutions"])
+        return {"kind": kind, "norm": maybe(0.4), **({"again": maybe(0.4)} if kind == "attributes" else {})}, frozen
     if model == "perceptron":
         return {"dropout": 0.2} if maybe(0.3) else {}, frozen
     return {"kind": r.choice(["lstm", "gru"])}, frozen
@@ -298,7 +333,7 @@ def _draw_steps(
     for _ in range(more + r.choice([1, 2, 3, 3, 4])):
         out.append(
             Step(
-                batches=1 if traits.coupled else r.choices([1, 2, 3], [6, 2, 1])[0],
+                batches=1 if traits.slow and traits.coupled else r.choices([1, 2, 3], [6, 2, 1])[0],
                 units=r.choice([1, 1, 2]),
                 unequal=not traits.by_samples and r.random() < 0.3,
                 length=r.choice([8, 16, 16, 16, 24, 24, 12, 15]) if traits.sequence else 16,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from experiments.compatibility.plan_fuzz.models import (
     translator,
     vision,
 )
+from experiments.compatibility.plan_fuzz.stateful_models import divided, drawing, fourier, updating
 from experiments.compatibility.plan_fuzz.transformers_models import AUX, causal, encoder_decoder
 
 MODELS: Mapping[str, Callable[..., Task]] = {
@@ -35,6 +37,10 @@ MODELS: Mapping[str, Callable[..., Task]] = {
     "recurrent": recurrent,
     "causal": causal,
     "encoder_decoder": encoder_decoder,
+    "drawing": drawing,
+    "updating": updating,
+    "fourier": fourier,
+    "divided": divided,
 }
 
 # An element with a gradient of rounding errors moves by the whole learning rate where eps is small.
@@ -184,6 +190,12 @@ def schedule_of(optimizer: torch.optim.Optimizer, case: Case) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7) if case.optimizer.schedule else None
 
 
+def transient_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are not part of a state dict."""
+    state = model.state_dict()
+    return {n: b.detach().clone() for n, b in model.named_buffers() if n not in state}
+
+
 def shrinks(state: Mapping[str, torch.Tensor], which: str) -> dict[str, torch.Tensor]:
     """Return the part of a state that is multiplied by SHRUNK: all numbers, or those of some names."""
     some = which == "some state"
@@ -209,14 +221,16 @@ def _accepted(model: nn.Module, batch: Batch) -> dict[str, Any]:
     return {**out, "use_cache": False} if "input_ids" in batch else out
 
 
-def _backward_coupled(model: nn.Module, task: Task, batch: Batch, sizes: tuple[int, ...], num: int) -> float:
-    """Run every whole micro-batch: micro-batch i of all data-parallel ranks."""
-    total, parts = 0.0, []
-    for index in range(num):
+def _backward_coupled(
+    model: nn.Module, task: Task, batches: list[Batch], sizes: tuple[int, ...], num_each: int
+) -> float:
+    """Run every whole micro-batch in sequence: micro-batch i of all data-parallel ranks, `num_each` of each batch."""
+    total, parts, num = 0.0, [], num_each * len(batches)
+    for batch, index in itertools.product(batches, range(num_each)):
         rows = []
         for rank, size in enumerate(sizes):
-            first = sum(sizes[:rank]) + index * (size // num)
-            rows += list(range(first, first + size // num))
+            first = sum(sizes[:rank]) + index * (size // num_each)
+            rows += list(range(first, first + size // num_each))
         parts.append({n: x[rows] for n, x in batch.items()})
     labels = [int((p["labels"][:, 1:] != -100).sum()) if "labels" in p else 1 for p in parts]
     for part, count in zip(parts, labels, strict=True):
@@ -278,7 +292,7 @@ class Alone:
             optimizer.zero_grad()
             batches = [make_batch(case, task, 10 * index + k, total, step.length, dtype) for k in range(step.batches)]
             if task.coupled:
-                loss = _backward_coupled(model, task, batches[0], sizes, num)
+                loss = _backward_coupled(model, task, batches, sizes, num)
             else:
                 whole = {n: torch.cat([b[n] for b in batches]) for n in batches[0]}
                 found, _ = _loss_alone(model, task, whole)
@@ -304,6 +318,7 @@ class Alone:
             if step.after == "eval":
                 self._evaluate(model, index, total, "")
         log.parameters = {n: x.detach().clone() for n, x in model.state_dict().items()}
+        log.parameters |= transient_of(model)
         return log
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

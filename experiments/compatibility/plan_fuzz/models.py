@@ -27,6 +27,7 @@ class Task:
         coupled: True if the samples of a micro-batch depend on each other: one process runs each whole micro-batch.
         by_samples: True if the loss is a mean over samples, of which all ranks must have as many.
         evaluates: False if an evaluation depends on the micro-batches that its batch is cut into.
+        draws: True if it draws random numbers, so that only autoplan on one device has the same ones.
     """
 
     make: Callable[[], nn.Module]
@@ -36,6 +37,7 @@ class Task:
     coupled: bool = False
     by_samples: bool = False
     evaluates: bool = True
+    draws: bool = False
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
@@ -321,6 +323,7 @@ def decoder(loss: str = "mean", **options: Any) -> Task:
         loss_fn,
         exact=not options.get("single"),
         by_samples=loss in BY_SAMPLES,
+        draws=bool(options.get("dropout")),
     )
 
 
@@ -456,7 +459,7 @@ def perceptron(widths: tuple[int, ...] = (12, 21, 21, 5), dropout: float = 0.0) 
     def loss(out: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return F.mse_loss(out, batch["targets"])
 
-    return Task(make, batch, loss, by_samples=True)
+    return Task(make, batch, loss, by_samples=True, draws=dropout > 0)
 
 
 class Recurrent(nn.Module):

@@ -14,6 +14,8 @@ from experiments.compatibility.plan_fuzz.models import Batch, LossFn, Task, toke
 VOCAB = 48
 _SIZES = dict(vocab_size=VOCAB, hidden_size=24, max_position_embeddings=64)
 _STACK = dict(**_SIZES, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+DROPS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout")  # rates of dropout
+EAGER = ("GptOss", "Gemma2", "Bloom")  # their attention has sinks, capped scores or a bias by key
 AUX = 0.5  # the weight of the routers' loss
 
 
@@ -45,13 +47,15 @@ def _documents(found: Batch, kind: str) -> Batch:
     return {**found, "attention_mask": mask, labels: found[labels].masked_fill(mask == 0, -100)}
 
 
-def _task(make: Callable[[], nn.Module], own: bool, documents: str, loss: LossFn, coupled: bool = False) -> Task:
+def _task(
+    make: Callable[[], nn.Module], own: bool, documents: str, loss: LossFn, coupled: bool = False, draws: bool = False
+) -> Task:
     def batch(samples: int, length: int, generator: torch.Generator, dtype: torch.dtype) -> Batch:
         found = tokens_of(samples, length, VOCAB, generator)
         named = {"input_ids": found["ids"], ("labels" if own else "targets"): found["targets"]}
         return _documents(named, documents) if documents else named
 
-    return Task(make, batch, None if own else loss, exact=False, coupled=coupled, evaluates=not coupled)
+    return Task(make, batch, None if own else loss, exact=False, coupled=coupled, evaluates=not coupled, draws=draws)
 
 
 def causal(kind: str, own: bool = False, documents: str = "", aux: bool = False, **options: Any) -> Task:
@@ -80,9 +84,18 @@ def causal(kind: str, own: bool = False, documents: str = "", aux: bool = False,
             n_group=4, topk_group=2, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
             q_lora_rank=16, kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=10,
         ),
+        "GptOss": dict(
+            **_STACK, head_dim=6, intermediate_size=20, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
+        ),
+        "Gemma2": dict(
+            **_STACK, head_dim=6, intermediate_size=44, sliding_window=5, attn_logit_softcapping=2.0,
+            final_logit_softcapping=5.0,
+        ),
+        "Bloom": dict(vocab_size=VOCAB, hidden_size=24, n_layer=2, n_head=4),
     }[kind]  # fmt: skip
     more = dict(output_router_logits=True, router_aux_loss_coef=AUX) if aux else {}
-    return _task(lambda: _of(kind, sizes, {**options, **more}), own or aux, documents, _token, aux)
+    draws = any(rate for name, rate in options.items() if name in DROPS)
+    return _task(lambda: _of(kind, sizes, {**options, **more}), own or aux, documents, _token, aux, draws)
 
 
 def encoder_decoder(kind: str, documents: str = "", **options: Any) -> Task:
