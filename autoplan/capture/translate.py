@@ -17,7 +17,6 @@ from autoplan.capture.frontend.aliases import Aliases
 from autoplan.capture.frontend.buffers import plain_tensors
 from autoplan.capture.frontend.inplace import (
     ALLOCATIONS,
-    FILLED,
     Assembly,
     Constant,
     ConstantTensor,
@@ -25,6 +24,7 @@ from autoplan.capture.frontend.inplace import (
     Window,
     changed_in_place,
     cuts_at_fixed_places,
+    finish,
     new_values,
     out_of_place,
     painted,
@@ -576,18 +576,12 @@ class Translator:
                 found.names[layer] = self._emit(item, (), [found.meta], source_of(node), scope_of(node))[0]
             return found.names[layer]
         if isinstance(found, Assembly):
-            filler = FILLED.get(str(found.node.target))
-            if not found.name and not found.parts and filler is not None:
-                item = IrOp("full", (), {"scalar": filler})
-                meta = found.node.meta["val"]
-                found.name = self._emit(item, (), [meta], source_of(found.node), scope_of(found.node))[0]
             if not found.name:
-                pieces = found.pieces()
-                if pieces is None:
-                    raise CaptureError(f"{source_of(node)}: a tensor is used before all of it is written")
-                parts = tuple(pieces)
-                item = IrOp("cat", parts, {"dim": found.dim})
-                found.name = self._emit(item, parts, [node.meta["val"]], source_of(node), scope_of(node))[0]
+                at = node if found.parts else found.node
+                where, scope = source_of(at), scope_of(at)
+                found.name = finish(
+                    found, where, lambda item, like: self._emit(item, item.tensors, [like], where, scope)[0]
+                )
             return found.name
         if not isinstance(found, str):
             raise CaptureError(f"{node.name} ({node.target}) is used as a tensor but is not one")

@@ -202,6 +202,17 @@ def test_a_model_that_asks_for_the_size_of_the_batch_is_refused() -> None:
         graph_of(model, given())
 
 
+def test_the_size_of_the_batch_may_be_asked_where_it_changes_nothing() -> None:
+    def op(m: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] >= 64 or 3 * x.numel() > 1 << 31:
+            x = x.contiguous()
+        return 2 * x
+
+    model = Model(op).double()
+    assert graph_of(model, given()).bounds == {}
+    assert_equal(model, given())
+
+
 # -- packed sequences -------------------------------------------------------------------------------------------------
 
 
