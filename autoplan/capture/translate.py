@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 
 from autoplan.capture.decompose import Traces, decomposed, other_form
 from autoplan.capture.draws import drawn_in_place, has_generator
-from autoplan.capture.frontend.aliases import Aliases
+from autoplan.capture.frontend.aliases import Aliases, has_tensor
 from autoplan.capture.frontend.buffers import plain_tensors
 from autoplan.capture.frontend.inplace import (
     ALLOCATIONS,
@@ -229,7 +229,7 @@ class Translator:
             self._marker(target, node)
         elif getattr(node.target, "__name__", "") == "getitem":
             self._element(node)
-        elif target in SKIP or not self._has_tensor(node):
+        elif target in SKIP or not has_tensor(node):
             return
         elif not self._in_memory(target, node):
             self._op(target, node)
@@ -251,15 +251,25 @@ class Translator:
         elif isinstance(self._part_of(node), (Assembly, Window)) and (drawn := drawn_in_place(node)) is not None:
             self._drawn(node, drawn)
         elif target == "aten.copy_.default" and isinstance(self.env.get(self._first(node)), Window):
-            value = self._name_of(cast(fx.Node, node.args[1]))
-            target_place = self.env[self._first(node)]
-            if target_place.one or self.trace.values[value].shape != self._shape(node.meta["val"]):
-                raise CaptureError(f"{source_of(node)}: what is written into a slice must have its shape")
-            record_fill(target_place, value, source_of(node))
-            self.env[node] = target_place
+            self._copy(node, self.env[self._first(node)])
+        elif target == "aten.detach.default" and isinstance(whole := self._unfinished(node), Assembly):
+            self.env[node], whole.data = whole, True
         else:
             return False
         return True
+
+    def _copy(self, node: fx.Node, written: Window) -> None:
+        """Translate a tensor that is written into a slice."""
+        value, where = self._name_of(cast(fx.Node, node.args[1])), source_of(node)
+        if written.one:
+            raise CaptureError(f"{where}: what is written into a slice must have its shape")
+        if written.of.data and self.trace.values[value].requires_grad:
+            raise CaptureError(f"{where}: a value with a gradient is written into data, past autograd")
+        if self.trace.values[value].shape != self._shape(node.meta["val"]):
+            expand = IrOp("expand", (value,), {}, dtype="")
+            value = self._emit(expand, (value,), [node.meta["val"]], where, scope_of(node))[0]
+        record_fill(written, value, where)
+        self.env[node] = written
 
     def _element(self, node: fx.Node) -> None:
         source, index = cast(tuple[fx.Node, int], node.args)
@@ -318,13 +328,6 @@ class Translator:
         found = self.env.get(self._first(node))
         return found if isinstance(found, Window) or (isinstance(found, Assembly) and not found.complete) else None
 
-    @staticmethod
-    def _has_tensor(node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        if isinstance(value, (list, tuple)):
-            return any(isinstance(v, torch.Tensor) for v in value)
-        return isinstance(value, torch.Tensor)
-
     def _autocast(self, module: fx.GraphModule, node: fx.Node) -> None:
         """Inline a torch.autocast region that is off; it changes nothing, as nothing else casts (`_refuse_autocast`).
 
@@ -364,7 +367,7 @@ class Translator:
         def value(o: fx.Node) -> Any:
             if id(o) in given:
                 return given[id(o)]  # a value that the region passes through keeps its gradient
-            return self.env[o] if self._has_tensor(o) else None  # a size is read where it is used
+            return self.env[o] if has_tensor(o) else None  # a size is read where it is used
 
         self.env[node] = [value(o) for o in out] if isinstance(out, (tuple, list)) else value(out)
 

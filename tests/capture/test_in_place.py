@@ -76,6 +76,33 @@ def test_places_that_are_left_out_are_refused() -> None:
         capture(Stack(FilledInThirds), IDS, square_loss)
 
 
+class FilledData(ScaledBlock):
+    """Writes constants into the data of zeros, as the positions of CogVideoX are written behind those of its text."""
+
+    grad = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.linear.bias if self.grad else torch.arange(8, dtype=x.dtype) / 8
+        whole = x.new_zeros(1, 4, 8, requires_grad=False)
+        whole.data[:, 2:].copy_(table.expand(2, 8))
+        other = x.new_zeros(1, 4, 8)
+        other[:, 1:2].copy_(table[None])
+        return x + self.linear(x) * (whole + other)
+
+
+class FilledDataOfParameters(FilledData):
+    grad = True
+
+
+def test_what_is_not_written_is_zero() -> None:
+    assert_stack_equal(Stack(FilledData))
+
+
+def test_no_gradient_passes_what_is_written_into_data() -> None:
+    with pytest.raises(CaptureError, match="a value with a gradient is written into data, past autograd"):
+        capture(Stack(FilledDataOfParameters), IDS, square_loss)
+
+
 def test_in_place_ops_on_fresh_tensors() -> None:
     ops = [n.op for n in capture(Stack(Scaled), IDS, square_loss).blocks["layer"].nodes]
     assert ops == ["linear", "add", "softmax", "sum", "add_scalar", "div", "mul_scalar", "add"]

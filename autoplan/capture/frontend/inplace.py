@@ -33,12 +33,14 @@ _DATA = cast(Any, torch.Tensor.data).__get__
 class Assembly:
     """A tensor that is being filled slice by slice along one dim: (start, stop as text) -> (stop, value).
 
-    With a `step` a slice is every `step`-th place to the end of the dim, from its start on.
+    With a `step` a slice is every `step`-th place to the end of the dim, from its start on. `data`: True if slices
+    may be of its data, into which no gradient is written.
     """
 
     node: fx.Node
     dim: int | None = None
     step: int = 1
+    data: bool = False
     parts: dict[tuple[int, str], tuple[Any, str]] = field(default_factory=dict)
     name: str = ""  # the finished value
 
@@ -399,6 +401,19 @@ def record_fill(place: Window, value: str, where: str) -> None:
     whole.parts[place.start, str(place.stop)] = (place.stop, value)
 
 
+def _fill_gaps(whole: Assembly, fill: Callable[[torch.Tensor], str]) -> None:
+    """Fill the places between written slices, and behind them, where they are numbers."""
+    meta, dim, at = whole.node.meta["val"], cast(int, whole.dim), 0
+    starts = sorted((start, stop) for (start, _), (stop, _) in whole.parts.items() if isinstance(stop, int))
+    size = meta.shape[dim]
+    if len(starts) < len(whole.parts) or not isinstance(size, int):
+        return
+    for start, stop in [*starts, (size, size)]:
+        if start > at:
+            whole.parts[at, str(start)] = (start, fill(meta.narrow(dim, at, start - at)))
+        at = max(at, stop)
+
+
 def finish(whole: Assembly, where: str, emit: Callable[[IrOp, torch.Tensor], str]) -> str:
     """Return the value of a tensor that is used: of one that is new, what it was made of, else its parts joined.
 
@@ -409,6 +424,8 @@ def finish(whole: Assembly, where: str, emit: Callable[[IrOp, torch.Tensor], str
     meta, filler = whole.node.meta["val"], FILLED.get(str(whole.node.target))
     if not whole.parts and filler is not None:
         return emit(IrOp("full", (), {"scalar": filler}), meta)
+    if filler is not None and whole.step == 1:
+        _fill_gaps(whole, lambda meta: emit(IrOp("full", (), {"scalar": filler}), meta))
     pieces = whole.pieces()
     if pieces is None:
         raise CaptureError(f"{where}: a tensor is used before all of it is written")
