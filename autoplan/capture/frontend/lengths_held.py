@@ -22,6 +22,7 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.ir.symbols import Expr
 
 _MOST_SIZES = 4  # sizes of a batch for which a model is captured again
+_MOST_SAMPLES = 1 << 62
 _LONGEST = 1 << 17  # tokens; conditions that are not linear are tried for every length up to here
 
 
@@ -155,8 +156,10 @@ class Lengths:
             low -= 1
         while high < _LONGEST and holds(high + 1):
             high += 1
-        of_all_larger = self.symbols[symbol] == "b" and high == _LONGEST and _is_linear(condition, symbol)
-        self._restrict(symbol, low if low > 1 else 0, None if of_all_larger else high)
+        last: int | None = high
+        if self.symbols[symbol] == "b" and high >= _LONGEST and _is_linear(condition, symbol):
+            last = _last_that_holds(holds, high)
+        self._restrict(symbol, low if low > 1 else 0, last)
 
     def _restrict(self, symbol: str, low: int, high: int | None) -> None:
         name = self.symbols.get(symbol)
@@ -171,9 +174,23 @@ def _is_linear(condition: Any, symbol: str) -> bool:
     """Return True for an inequality whose sides differ by a multiple of a symbol and a number."""
     if not isinstance(condition, (sympy.StrictGreaterThan, sympy.StrictLessThan, sympy.Ge, sympy.Le)):
         return False
-    difference = sympy.expand(condition.lhs - condition.rhs)
+    difference = (condition.lhs - condition.rhs).replace(
+        lambda e: type(e).__name__ in ("IntTrueDiv", "FloatTrueDiv"), lambda e: sympy.nsimplify(e.args[0] / e.args[1])
+    )
+    difference = sympy.expand(difference.replace(lambda e: type(e).__name__ == "ToFloat", lambda e: e.args[0]))
     (of,) = (x for x in condition.free_symbols if str(x) == symbol)
     return bool(difference.is_polynomial(of)) and sympy.degree(difference, of) == 1
+
+
+def _last_that_holds(holds: Callable[[int], bool], one: int) -> int | None:
+    """Return the largest number for which a linear condition holds, which does for `one`; None: for all larger."""
+    last, beyond = one, _MOST_SAMPLES
+    if holds(beyond):
+        return None
+    while beyond - last > 1:
+        middle = (last + beyond) // 2
+        last, beyond = (middle, beyond) if holds(middle) else (last, middle)
+    return last
 
 
 def of_every_batch(graph: ModelGraph, again: Callable[[int], ModelGraph]) -> ModelGraph:

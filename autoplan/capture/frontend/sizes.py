@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+import operator
 import re
 import tempfile
 import traceback
@@ -19,6 +20,7 @@ from torch.export import _trace
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._pytree import tree_structure
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from autoplan.capture.frontend.frames import place_of_frame
@@ -180,6 +182,8 @@ def _export_refining(
             with (
                 _bounds_accepted(wrapper, shapes) as found,
                 torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+                # a quotient of sizes (`numel / 1024**3 > 2`): torch's own asks whether a traced size is a float
+                patch.object(PythonReferenceAnalysis, "int_truediv", staticmethod(operator.truediv)),
             ):
                 program = torch.export.export(
                     wrapper,
