@@ -21,6 +21,7 @@ from autoplan.capture.frontend.bags import CaptureBags
 from autoplan.capture.frontend.batch_norm import capture_batch_norm
 from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
 from autoplan.capture.frontend.counters import Counters
+from autoplan.capture.frontend.empty import without_empty_parts
 from autoplan.capture.frontend.equal_parts import CaptureParts
 from autoplan.capture.frontend.expert_loops import ExpertLoops
 from autoplan.capture.frontend.experts import capture_experts, capture_hf_experts
@@ -269,6 +270,7 @@ def _exported(
     with _patched(wrapper, tracer, ledger, loops, scans):
         program, symbols = export_symbolic(wrapper, example_inputs, tracer)
     ledger.notes.update(without_selections(program))
+    without_empty_parts(program)
     return program, symbols
 
 

@@ -296,8 +296,9 @@ architecture of every file of timm.models, as they are, in float64. The loss is 
 difference to a target, and of the other results. `1 device`: the captured program in one process. tp 2, dp 2 ZeRO 3 and
 pp 2 (two micro-batches) run with all ranks in one process, cp 2 on two gloo processes. `equal`: loss (relative 1e-6)
 and every gradient (1e-4, since many modules compute parts in float32) are the module's. A model is `equal` if it is so
-at the first four; a cell is empty where it was not compared. `not run`: the package is not installed, or its own module
-does not run from these sizes alone. A model whose loss is random in training mode is in evaluation mode.
+at those of the first four at which it was compared; other cells are empty. `not run`: the package is not installed, or
+its own module does not run from these sizes alone. A model whose loss is random in training mode is in evaluation mode.
+A run goes on where the last one stopped, so that lines may come from different states of the code.
 
 `calls of blocks` counts the layers and the pieces between them, and how many of them are planned; `attention` the
 attentions that are one operation in them, `softmax` others (attention written out, routers).
