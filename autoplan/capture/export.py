@@ -21,6 +21,7 @@ from autoplan.capture.frontend.bags import CaptureBags
 from autoplan.capture.frontend.batch_norm import capture_batch_norm
 from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
 from autoplan.capture.frontend.counters import Counters
+from autoplan.capture.frontend.empty import without_empty_parts
 from autoplan.capture.frontend.equal_parts import CaptureParts
 from autoplan.capture.frontend.expert_loops import ExpertLoops
 from autoplan.capture.frontend.experts import capture_experts, capture_hf_experts
@@ -39,7 +40,7 @@ from autoplan.capture.frontend.inplace import CaptureData, can_be_functional, re
 from autoplan.capture.frontend.inputs import LossFn, LossModule, check_arguments, uncompiled
 from autoplan.capture.frontend.layer_tracer import LayerTracer, block_kinds, layer_modules
 from autoplan.capture.frontend.lengths import length_symbols, target_inputs
-from autoplan.capture.frontend.lengths_held import Lengths
+from autoplan.capture.frontend.lengths_held import Lengths, of_every_batch
 from autoplan.capture.frontend.masks import Ledger
 from autoplan.capture.frontend.own_backward import checked_backwards, refuse_gradient_hooks
 from autoplan.capture.frontend.pending_scores import ScoresMode
@@ -123,13 +124,18 @@ def _in_its_mode(
         if holds_hf_model(model):
             found = find_scans(model, wrapped(), example_inputs)
         graph, wrapped = _of_any_length(wrapped, example_inputs, Scans(found))
+
+        def of_samples(number: int) -> ModelGraph:
+            return _in_layers(partial(wrapped, samples=number), example_inputs, Scans(found))
+
+        graph = of_every_batch(graph, of_samples)
         counters.refuse_if_used(graph, lambda: _in_layers(wrapped, example_inputs, Scans(found)))
     return infer_factors(graph).in_order()
 
 
 def _of_any_length(
     wrapped: Callable[..., LossModule], example_inputs: Mapping[str, torch.Tensor], scans: Scans
-) -> tuple[ModelGraph, Callable[[], LossModule]]:
+) -> tuple[ModelGraph, Callable[..., LossModule]]:
     """Return the graph of any length of the sequence, or where there is none that of the example; and what made it.
 
     Examples of the latter are `length // 2` (a table around its middle), and chunks that a sequence is cut into.
@@ -264,6 +270,7 @@ def _exported(
     with _patched(wrapper, tracer, ledger, loops, scans):
         program, symbols = export_symbolic(wrapper, example_inputs, tracer)
     ledger.notes.update(without_selections(program))
+    without_empty_parts(program)
     return program, symbols
 
 

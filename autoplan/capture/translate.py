@@ -13,11 +13,10 @@ from torch.export.graph_signature import InputKind
 
 from autoplan.capture.decompose import Traces, decomposed, other_form
 from autoplan.capture.draws import drawn_in_place, has_generator
-from autoplan.capture.frontend.aliases import Aliases, is_mark
+from autoplan.capture.frontend.aliases import Aliases, has_tensor, is_mark
 from autoplan.capture.frontend.buffers import plain_tensors
 from autoplan.capture.frontend.inplace import (
     ALLOCATIONS,
-    FILLED,
     Assembly,
     Constant,
     ConstantTensor,
@@ -25,6 +24,7 @@ from autoplan.capture.frontend.inplace import (
     Window,
     changed_in_place,
     cuts_at_fixed_places,
+    finish,
     needed_unread,
     new_values,
     out_of_place,
@@ -228,7 +228,7 @@ class Translator:
             self._marker(target, node)
         elif getattr(node.target, "__name__", "") == "getitem":
             self._element(node)
-        elif target in SKIP or not self._has_tensor(node):
+        elif target in SKIP or not has_tensor(node):
             return
         elif not self._in_memory(target, node):
             self._op(target, node)
@@ -250,15 +250,25 @@ class Translator:
         elif isinstance(self._part_of(node), (Assembly, Window)) and (drawn := drawn_in_place(node)) is not None:
             self._drawn(node, drawn)
         elif target == "aten.copy_.default" and isinstance(self.env.get(self._first(node)), Window):
-            value = self._name_of(cast(fx.Node, node.args[1]))
-            target_place = self.env[self._first(node)]
-            if target_place.one or self.trace.values[value].shape != self._shape(node.meta["val"]):
-                raise CaptureError(f"{source_of(node)}: what is written into a slice must have its shape")
-            record_fill(target_place, value, source_of(node))
-            self.env[node] = target_place
+            self._copy(node, self.env[self._first(node)])
+        elif target == "aten.detach.default" and isinstance(whole := self._unfinished(node), Assembly):
+            self.env[node], whole.data = whole, True
         else:
             return False
         return True
+
+    def _copy(self, node: fx.Node, written: Window) -> None:
+        """Translate a tensor that is written into a slice."""
+        value, where = self._name_of(cast(fx.Node, node.args[1])), source_of(node)
+        if written.one:
+            raise CaptureError(f"{where}: what is written into a slice must have its shape")
+        if written.of.data and self.trace.values[value].requires_grad:
+            raise CaptureError(f"{where}: a value with a gradient is written into data, past autograd")
+        if self.trace.values[value].shape != self._shape(node.meta["val"]):
+            expand = IrOp("expand", (value,), {}, dtype="")
+            value = self._emit(expand, (value,), [node.meta["val"]], where, scope_of(node))[0]
+        record_fill(written, value, where)
+        self.env[node] = written
 
     def _element(self, node: fx.Node) -> None:
         source, index = cast(tuple[fx.Node, int], node.args)
@@ -317,13 +327,6 @@ class Translator:
         found = self.env.get(self._first(node))
         return found if isinstance(found, Window) or (isinstance(found, Assembly) and not found.complete) else None
 
-    @staticmethod
-    def _has_tensor(node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        if isinstance(value, (list, tuple)):
-            return any(isinstance(v, torch.Tensor) for v in value)
-        return isinstance(value, torch.Tensor)
-
     def _autocast(self, module: fx.GraphModule, node: fx.Node) -> None:
         """Inline a torch.autocast region that is off; it changes nothing, as nothing else casts (`_refuse_autocast`).
 
@@ -363,7 +366,7 @@ class Translator:
         def value(o: fx.Node) -> Any:
             if id(o) in given:
                 return given[id(o)]  # a value that the region passes through keeps its gradient
-            return self.env[o] if self._has_tensor(o) else None  # a size is read where it is used
+            return self.env[o] if has_tensor(o) else None  # a size is read where it is used
 
         self.env[node] = [value(o) for o in out] if isinstance(out, (tuple, list)) else value(out)
 
@@ -575,18 +578,12 @@ class Translator:
                 found.names[layer] = self._emit(item, (), [found.meta], source_of(node), scope_of(node))[0]
             return found.names[layer]
         if isinstance(found, Assembly):
-            filler = FILLED.get(str(found.node.target))
-            if not found.name and not found.parts and filler is not None:
-                item = IrOp("full", (), {"scalar": filler})
-                meta = found.node.meta["val"]
-                found.name = self._emit(item, (), [meta], source_of(found.node), scope_of(found.node))[0]
             if not found.name:
-                pieces = found.pieces()
-                if pieces is None:
-                    raise CaptureError(f"{source_of(node)}: a tensor is used before all of it is written")
-                parts = tuple(pieces)
-                item = IrOp("cat", parts, {"dim": found.dim})
-                found.name = self._emit(item, parts, [node.meta["val"]], source_of(node), scope_of(node))[0]
+                at = node if found.parts else found.node
+                where, scope = source_of(at), scope_of(at)
+                found.name = finish(
+                    found, where, lambda item, like: self._emit(item, item.tensors, [like], where, scope)[0]
+                )
             return found.name
         if not isinstance(found, str):
             raise CaptureError(f"{node.name} ({node.target}) is used as a tensor but is not one")

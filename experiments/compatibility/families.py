@@ -60,6 +60,7 @@ DEGREES: dict[str, tuple[dict[str, Any], int]] = {
     "dp 2 ZeRO 3": ({"dp": 2, "zero_stage": 3}, 1),
     "cp 2": ({"cp": 2}, 1),
 }
+ONE_DEVICE = "1 device"
 NEEDED = tuple(DEGREES)[:3]  # cp where the model allows
 
 
@@ -136,7 +137,7 @@ def sigmoid_loss(found: Any, batch: Batch) -> torch.Tensor:
     return -torch.sum(F.logsigmoid((2 * eye - 1) * logits), dim=-1).mean()
 
 
-def _filled(model: nn.Module) -> nn.Module:
+def filled(model: nn.Module) -> nn.Module:
     """Return the module with values under which every parameter matters."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -150,7 +151,7 @@ def _filled(model: nn.Module) -> nn.Module:
 
 def _plain(model: Callable[[], nn.Module], batch: Callable[[], Batch], training: bool = True) -> Made:
     torch.manual_seed(0)
-    return _filled(model()).train(training), batch()
+    return filled(model()).train(training), batch()
 
 
 def _hf(name: str, mapping: str) -> Made:
@@ -163,7 +164,7 @@ def _hf(name: str, mapping: str) -> Made:
 def _configured(name: str, config: Any, batch: Batch) -> Made:
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # the others know no float64
-    return _filled(getattr(transformers, name)(config)).train(), batch
+    return filled(getattr(transformers, name)(config)).train(), batch
 
 
 _TEXT: dict[str, Any] = {
@@ -330,13 +331,15 @@ def _packaged(model: packages.Packaged) -> Family:
     return Family("package", model.name, partial(_plain, model.make, batch), loss)
 
 
-def eager(family: Family, model: nn.Module, batch: Batch, num_parts: int = 1) -> tuple[float, dict[str, torch.Tensor]]:
+def eager(
+    loss_fn: Loss | None, model: nn.Module, batch: Batch, num_parts: int = 1
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Return loss and gradients of the module itself, means over `num_parts` micro-batches."""
     model.zero_grad()
     inputs, total = [n for n in batch if n in _parameters(model)], 0.0
     for part in range(num_parts):
         mine = {n: x.chunk(num_parts)[part] for n, x in batch.items()}
-        loss = _value(model, mine, family.loss, inputs) / num_parts
+        loss = _value(model, mine, loss_fn, inputs) / num_parts
         loss.backward()
         total += float(loss.detach())
     return total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -377,26 +380,27 @@ def _on_rank(rank: int, world: int, program: Program, step: SimulatedStep) -> tu
     return loss, {n: g.numpy() for n, g in pm.gradients().items()}
 
 
-def _of_parts(truth: Truth, family: Family, degrees: str) -> Truth:
+def of_parts(truth: Truth, loss_fn: Loss | None, degrees: str) -> Truth:
     """Return what the module computes from the micro-batches of these degrees."""
-    _, num_parts = DEGREES[degrees]
+    _, num_parts = DEGREES.get(degrees, ({}, 1))
     if num_parts == 1 or not couples_samples(truth.model):
         return truth
-    return Truth(truth.model, truth.batch, *eager(family, truth.model, truth.batch, num_parts))
+    return Truth(truth.model, truth.batch, *eager(loss_fn, truth.model, truth.batch, num_parts))
 
 
 def run(truth: Truth, graph: ModelGraph, degrees: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Return loss and gradients of the program with these degrees: simulated, with cp on real processes."""
-    pins, num_micro_batches = DEGREES[degrees]
+    pins, num_micro_batches = (DEGREES | {ONE_DEVICE: ({}, 1)})[degrees]
+    num_ranks = 1 if degrees == ONE_DEVICE else 2
     pins = {"num_micro_batches": num_micro_batches, "recompute": "none", "state_slack": 1.0, **pins}
-    cluster = Cluster(1, 2, Device("made up", 1e12, 1e9, 1 << 36, "made up"), Level(0.0, 1e9, "made up"), "cpu")
+    cluster = Cluster(1, num_ranks, Device("made up", 1e12, 1e9, 1 << 36, "made up"), Level(0.0, 1e9, "made up"), "cpu")
     length, target = example_lengths(truth.model, truth.batch)
     env = {"b": BATCH // num_micro_batches // pins.get("dp", 1), "s": length, "t": target or length}
     try:
-        _, layouts, _ = make_plan(graph, cluster, read_pins(pins, 2), env)
+        _, layouts, _ = make_plan(graph, cluster, read_pins(pins, num_ranks), env)
     except InfeasibleError:  # some of the state cannot be cut in two
         del pins["state_slack"]
-        _, layouts, _ = make_plan(graph, cluster, read_pins(pins, 2), env)
+        _, layouts, _ = make_plan(graph, cluster, read_pins(pins, num_ranks), env)
     params = {n: p.detach() for n, p in truth.model.named_parameters()}
     dtype = next(iter(params.values())).dtype
     step = SimulatedStep(params, dict(all_buffers(truth.model)), truth.batch, num_micro_batches, None, dtype)
@@ -411,8 +415,8 @@ def examine(family: Family) -> Row:
     """Return what became of one family: equal if it is at all the degrees of `NEEDED`."""
     try:
         model, batch = family.make()
-        truth = Truth(model, batch, *eager(family, model, batch))
-        again, _ = eager(family, model, batch)
+        truth = Truth(model, batch, *eager(family.loss, model, batch))
+        again, _ = eager(family.loss, model, batch)
     except Exception as exc:  # whatever the module says
         return Row(family.group, family.name, NOT_RUN, short(exc))
     if again != truth.loss:
@@ -430,7 +434,7 @@ def examine(family: Family) -> Row:
     for degrees in DEGREES:
         outcome, why = EQUAL, ""
         try:
-            why, error = _of_parts(truth, family, degrees).compared(*run(truth, graph, degrees))
+            why, error = of_parts(truth, family.loss, degrees).compared(*run(truth, graph, degrees))
             outcome = WRONG if why else EQUAL
             errors.append(error)
         except AutoplanError as exc:

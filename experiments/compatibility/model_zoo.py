@@ -2,10 +2,12 @@
 
     python -m experiments.compatibility.model_zoo breadth [--mappings causal image] [--only REGEX] [--write]
     python -m experiments.compatibility.model_zoo depth [--only REGEX] [--write]
+    python -m experiments.compatibility.model_zoo packages [--only REGEX] [--write]
 
 Breadth: every class that transformers maps for language models and classifiers, on one device: docs/hf_classes.md.
 Depth: families from transformers, plain PyTorch and the sources of others, on several simulated devices:
-docs/model_zoo.md. Every model runs in a process of its own, forked from one that has imported everything, and is ended
+docs/model_zoo.md. Packages: classes of diffusers and timm, on one device and several: docs/package_classes.md. Every
+model runs in a process of its own, forked from one that has imported everything, and is ended
 after `--timeout-s`. Exits with an error if a model is wrong or crashed.
 
 With `--json` a run can be stopped and started again: models that the file has are not run again. Models that the page
@@ -27,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import transformers
 
-from experiments.compatibility import families, hf_classes
+from experiments.compatibility import families, hf_classes, package_classes
 from experiments.compatibility.one_by_one import (
     CRASHED,
     EQUAL,
@@ -47,7 +49,7 @@ from experiments.compatibility.one_by_one import (
 from experiments.compatibility.padding import INPUTS
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
-BREADTH, DEPTH = _DOCS / "hf_classes.md", _DOCS / "model_zoo.md"
+BREADTH, DEPTH, PACKAGES = (_DOCS / f"{name}.md" for name in ("hf_classes", "model_zoo", "package_classes"))
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def in_turn(tasks: Sequence[Task], page: Mapping[str, Row]) -> list[Task]:
 
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("breadth", "depth"))
+    parser.add_argument("table", choices=("breadth", "depth", "packages"))
     mappings = list(hf_classes.MAPPINGS)
     parser.add_argument("--mappings", nargs="+", choices=mappings, default=mappings, help="of breadth")
     parser.add_argument("--only", default="", help="a regular expression over names")
@@ -152,11 +154,14 @@ def main() -> int:
     args = _read_arguments()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    is_breadth = args.table == "breadth"
-    page = BREADTH if is_breadth else DEPTH
-    before = read_page(page) if is_breadth else {}
-    every = hf_classes.tasks(list(hf_classes.MAPPINGS), "") if is_breadth else families.tasks("")
-    tasks = hf_classes.tasks(args.mappings, args.only, args.attention) if is_breadth else families.tasks(args.only)
+    page = {"breadth": BREADTH, "depth": DEPTH, "packages": PACKAGES}[args.table]
+    before = {} if args.table == "depth" else read_page(page)
+    tasks_of = {
+        "breadth": lambda only, mappings: hf_classes.tasks(mappings, only, args.attention),
+        "depth": lambda only, _: families.tasks(only),
+        "packages": lambda only, _: package_classes.tasks(only),
+    }[args.table]
+    every, tasks = tasks_of("", list(hf_classes.MAPPINGS)), tasks_of(args.only, args.mappings)
     known = read_rows(args.json) if args.json else {}
 
     def done(row: Row) -> None:
@@ -171,17 +176,19 @@ def main() -> int:
     counts = Counter(r.outcome for r in rows)
     print(f"{len(rows)} models: " + ", ".join(f"{counts[o]} {o}" for o in OUTCOMES))
     if args.write:
-        page.write_text(_page(is_breadth, rows, before, [t.name for t in every]))
+        page.write_text(_page(args.table, rows, before, [t.name for t in every]))
     return 1 if any(r.is_defect for r in rows) else 0
 
 
-def _page(is_breadth: bool, rows: Sequence[Row], before: Mapping[str, Row], every: Sequence[str]) -> str:
-    """Return the text of a page from the rows of this run and, of classes, those of the page before."""
-    if not is_breadth:
-        text = DEPTH.read_text() if DEPTH.exists() else ""
-        return families.page(rows, text, f"torch {torch.__version__}, transformers {transformers.__version__}")
+def _page(of: str, rows: Sequence[Row], before: Mapping[str, Row], every: Sequence[str]) -> str:
+    """Return the text of a page from the rows of this run and those of the page before."""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    if of == "depth":
+        return families.page(rows, DEPTH.read_text() if DEPTH.exists() else "", versions)
     ran = {r.name for r in rows}
     earlier = [before[n] for n in every if n in before and n not in ran]
+    if of == "packages":
+        return package_classes.page([*rows, *earlier], every, f"torch {torch.__version__}")
     absent = [n for n in every if n not in ran and n not in before]
     return breadth_page(Found(rows, earlier, absent))
 

@@ -202,6 +202,29 @@ def test_a_model_that_asks_for_the_size_of_the_batch_is_refused() -> None:
         graph_of(model, given())
 
 
+def test_the_size_of_the_batch_may_be_asked_where_it_changes_nothing() -> None:
+    def op(m: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] >= 64 or x.shape[0] * 96 * 2 / 1024**3 > 2:
+            x = x.contiguous()
+        return 2 * x
+
+    model = Model(op).double()
+    assert graph_of(model, given()).bounds == {}
+    assert_equal(model, given())
+
+
+def test_parts_without_elements() -> None:
+    def op(m: Any, x: torch.Tensor) -> torch.Tensor:
+        """Rotations of an axis without dims and of one with all, as Bria joins them."""
+        places = torch.arange(x.shape[1], dtype=x.dtype)
+        parts = [
+            torch.outer(places, torch.arange(n, dtype=x.dtype)).cos().repeat_interleave(2, 1) for n in (0, DIM // 2)
+        ]
+        return x * torch.cat(parts, -1)
+
+    assert_equal(Model(op).double(), given())
+
+
 # -- packed sequences -------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ from autoplan.errors import CaptureError
 from autoplan.verify.check import verify_whole
 from autoplan.verify.runs import VerifyTask
 
+IDS = {"ids": torch.zeros(2, 4, dtype=torch.long)}
+
 
 class InPlace(ScaledBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,11 +44,69 @@ class Filled(ScaledBlock):
         return x + whole[..., 1:9] * whole[..., :8]
 
 
+class FilledInTurn(ScaledBlock):
+    """Writes every other place, as Wan and SkyReels write what their positions rotate."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        even, odd = self.linear(x).unflatten(-1, (-1, 2)).unbind(-1)
+        whole = torch.empty_like(x)
+        whole[..., 1::2] = 2 * even + odd
+        whole[..., 0::2] = even - odd * odd
+        return x + whole.type_as(x)
+
+
+def test_every_other_place_is_filled() -> None:
+    assert_stack_equal(Stack(FilledInTurn))
+    ops = [n.op for n in capture(Stack(FilledInTurn), IDS, square_loss).blocks["layer"].nodes]
+    assert ops[-5:] == ["unsqueeze", "unsqueeze", "cat", "reshape", "add"]
+
+
+class FilledInThirds(ScaledBlock):
+    """Leaves out every third place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = x.new_empty(*x.shape[:-1], 24)
+        whole[..., 0::3] = self.linear(x)
+        whole[..., 1::3] = x
+        return x + whole[..., :8]
+
+
+def test_places_that_are_left_out_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"a tensor is used before all of it is written"):
+        capture(Stack(FilledInThirds), IDS, square_loss)
+
+
+class FilledData(ScaledBlock):
+    """Writes constants into the data of zeros, as the positions of CogVideoX are written behind those of its text."""
+
+    grad = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.linear.bias if self.grad else torch.arange(8, dtype=x.dtype) / 8
+        whole = x.new_zeros(1, 4, 8, requires_grad=False)
+        whole.data[:, 2:].copy_(table.expand(2, 8))
+        other = x.new_zeros(1, 4, 8)
+        other[:, 1:2].copy_(table[None])
+        return x + self.linear(x) * (whole + other)
+
+
+class FilledDataOfParameters(FilledData):
+    grad = True
+
+
+def test_what_is_not_written_is_zero() -> None:
+    assert_stack_equal(Stack(FilledData))
+
+
+def test_no_gradient_passes_what_is_written_into_data() -> None:
+    with pytest.raises(CaptureError, match="a value with a gradient is written into data, past autograd"):
+        capture(Stack(FilledDataOfParameters), IDS, square_loss)
+
+
 def test_in_place_ops_on_fresh_tensors() -> None:
-    ids = {"ids": torch.zeros(2, 4, dtype=torch.long)}
-    ops = [n.op for n in capture(Stack(Scaled), ids, square_loss).blocks["layer"].nodes]
+    ops = [n.op for n in capture(Stack(Scaled), IDS, square_loss).blocks["layer"].nodes]
     assert ops == ["linear", "add", "softmax", "sum", "add_scalar", "div", "mul_scalar", "add"]
-    (cat,) = [n for n in capture(Stack(Filled), ids, square_loss).blocks["layer"].nodes if n.op == "cat"]
+    (cat,) = [n for n in capture(Stack(Filled), IDS, square_loss).blocks["layer"].nodes if n.op == "cat"]
     assert cat.inputs == ("slice", "add") and cat.attrs["dim"] == 2  # in the order of their places, not of writing
 
 

@@ -156,3 +156,47 @@ HOOKED: dict[str, tuple[Callable[[Blocks], Any], int]] = {
 def test_layers_with_hooks(name: str) -> None:
     change, number = HOOKED[name]
     assert len(set(kinds(captured(change)))) == number
+
+
+class Processor:
+    """What a layer computes with, an object of its own in every layer, as in diffusers."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.owner = factor, self
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * x
+
+
+class Processed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = Processor(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.processor(super().forward(x))
+
+
+def processed(*factors: float) -> Callable[[Blocks], Any]:
+    """Blocks with processors of their own."""
+
+    def change(model: Blocks) -> None:
+        model.layers = nn.ModuleList(Processed() for _ in factors).double()
+        for layer, factor in zip(model.layers, factors, strict=True):
+            layer.processor = Processor(factor)
+
+    return change
+
+
+def test_layers_with_equal_objects_of_their_own_are_alike() -> None:
+    assert kinds(captured(processed(0.5, 0.5, 0.25, 0.5))) == [0, 0, 2, 0]
+
+
+def test_layers_with_equal_objects_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = list[int]()
+    monkeypatch.setattr(Processor, "__call__", lambda self, x: runs.append(1) or self.factor * x)
+    model = Blocks(processed(*[0.5] * 4))
+    capture(model, EXAMPLE, square_loss)
+    few = len(runs)
+    capture(Blocks(processed(*[0.5] * 8)), EXAMPLE, square_loss)
+    assert len(runs) == 2 * few

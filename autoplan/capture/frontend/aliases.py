@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import torch
 from torch import fx
 
 _MARKERS = ("autoplan.block_begin", "autoplan.block_end", "autoplan.block_repeat")
@@ -14,6 +15,14 @@ _MARKERS = ("autoplan.block_begin", "autoplan.block_end", "autoplan.block_repeat
 def is_mark(node: fx.Node, kind: str = "") -> bool:
     """Return True for a mark of a layer; of this kind: begin, end or repeat."""
     return str(node.target).startswith(f"autoplan.block_{kind}" if kind else _MARKERS)
+
+
+def has_tensor(node: fx.Node) -> bool:
+    """Return True for a node that returns a tensor, alone or among others."""
+    value = node.meta.get("val")
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(v, torch.Tensor) for v in value)
+    return isinstance(value, torch.Tensor)
 
 
 def is_element(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ know who else holds the memory, and is refused.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.frontend.aliases import Aliases, is_element, is_mark
 from autoplan.errors import CaptureError
+from autoplan.ops.arguments import IrOp
 
 ALLOCATIONS = frozenset(
     {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default", "aten.new_zeros.default"}
@@ -30,10 +31,16 @@ _DATA = cast(Any, torch.Tensor.data).__get__
 
 @dataclass(eq=False)
 class Assembly:
-    """A tensor that is being filled slice by slice along one dim: (start, stop as text) -> (stop, value)."""
+    """A tensor that is being filled slice by slice along one dim: (start, stop as text) -> (stop, value).
+
+    With a `step` a slice is every `step`-th place to the end of the dim, from its start on. `data`: True if slices
+    may be of its data, into which no gradient is written.
+    """
 
     node: fx.Node
     dim: int | None = None
+    step: int = 1
+    data: bool = False
     parts: dict[tuple[int, str], tuple[Any, str]] = field(default_factory=dict)
     name: str = ""  # the finished value
 
@@ -46,6 +53,9 @@ class Assembly:
         """Return the values along the dim, in order; None while there is a gap or an overlap."""
         at: Any = 0
         out = []
+        if self.step > 1:
+            values = {start: value for (start, _), (_, value) in self.parts.items()}
+            return [values[i] for i in range(self.step)] if values.keys() == set(range(self.step)) else None
         for (start, _), (stop, value) in sorted(self.parts.items(), key=lambda part: part[0]):
             if not _same(start, at):
                 return None
@@ -57,13 +67,14 @@ class Assembly:
 @dataclass(frozen=True)
 class Window:
     """A slice of an assembly along `dim`. `stop`: a number or the symbolic size; `one`: a single index, without the
-    dim."""
+    dim; `step`: with another than 1 the slice goes to the end, and every other start takes as many places."""
 
     of: Assembly
     dim: int
     start: int
     stop: Any
     one: bool = False
+    step: int = 1
 
 
 @dataclass(frozen=True)
@@ -371,9 +382,10 @@ def window(source: Assembly | Window, node: fx.Node, where: str) -> Assembly | W
         return source
     to_end = _same(stop, size) or (isinstance(stop, int) and isinstance(size, int) and stop >= size)
     fixed = isinstance(start, int) and start >= 0 and (to_end or (isinstance(stop, int) and stop >= 0))
-    if not fixed or step != 1 or isinstance(source, Window):
+    in_turn = step == 1 or (to_end and isinstance(size, int) and start < step and size % step == 0)
+    if not fixed or not in_turn or isinstance(source, Window):
         raise CaptureError(f"{where}: a tensor filled slice by slice must be cut along one dim at fixed places")
-    return Window(source, dim, int(start), size if to_end else int(stop))
+    return Window(source, dim, int(start), size if to_end else int(stop), step=step)
 
 
 def place(source: Assembly | Window, node: fx.Node, where: str) -> Window:
@@ -392,19 +404,58 @@ def source_rank(source: Assembly | Window) -> int:
 def source_size(source: Assembly | Window, dim: int) -> Any:
     """Return the size of a dim."""
     if isinstance(source, Window) and source.dim == dim:
-        return source.stop - source.start
+        return (source.stop - source.start + source.step - 1) // source.step
     return (source if isinstance(source, Assembly) else source.of).node.meta["val"].shape[dim]
 
 
 def record_fill(place: Window, value: str, where: str) -> None:
     """Record `slice.copy_(value)`."""
     whole = place.of
-    if whole.name or whole.dim not in (None, place.dim):
+    as_before = not whole.parts or (whole.dim, whole.step) == (place.dim, place.step)
+    if whole.name or not as_before:
         raise CaptureError(
             f"{where}: a tensor filled slice by slice must be filled completely, along one dim, before it is used"
         )
-    whole.dim = place.dim
+    whole.dim, whole.step = place.dim, place.step
     whole.parts[place.start, str(place.stop)] = (place.stop, value)
+
+
+def _fill_gaps(whole: Assembly, fill: Callable[[torch.Tensor], str]) -> None:
+    """Fill the places between written slices, and behind them, where they are numbers."""
+    meta, dim, at = whole.node.meta["val"], cast(int, whole.dim), 0
+    starts = sorted((start, stop) for (start, _), (stop, _) in whole.parts.items() if isinstance(stop, int))
+    size = meta.shape[dim]
+    if len(starts) < len(whole.parts) or not isinstance(size, int):
+        return
+    for start, stop in [*starts, (size, size)]:
+        if start > at:
+            whole.parts[at, str(start)] = (start, fill(meta.narrow(dim, at, start - at)))
+        at = max(at, stop)
+
+
+def finish(whole: Assembly, where: str, emit: Callable[[IrOp, torch.Tensor], str]) -> str:
+    """Return the value of a tensor that is used: of one that is new, what it was made of, else its parts joined.
+
+    Args:
+        where: the place of the use.
+        emit: makes an op whose result is like a fake tensor, and returns its name.
+    """
+    meta, filler = whole.node.meta["val"], FILLED.get(str(whole.node.target))
+    if not whole.parts and filler is not None:
+        return emit(IrOp("full", (), {"scalar": filler}), meta)
+    if filler is not None and whole.step == 1:
+        _fill_gaps(whole, lambda meta: emit(IrOp("full", (), {"scalar": filler}), meta))
+    pieces = whole.pieces()
+    if pieces is None:
+        raise CaptureError(f"{where}: a tensor is used before all of it is written")
+    dim, step = cast(int, whole.dim), whole.step
+    if step == 1:
+        return emit(IrOp("cat", tuple(pieces), {"dim": dim}), meta)
+    side_by_side = meta.unflatten(dim, (-1, step))
+    one = side_by_side.narrow(dim + 1, 0, 1)
+    parts = tuple(emit(IrOp("unsqueeze", (piece,), {"dim": dim + 1}), one) for piece in pieces)
+    joined = emit(IrOp("cat", parts, {"dim": dim + 1}), side_by_side)
+    return emit(IrOp("reshape", (joined,), {}), meta)
 
 
 def out_of_place(target: str, node: fx.Node, aliases: Aliases) -> str | None:

@@ -160,6 +160,7 @@ class LossModule(nn.Module):
         counters: they learn which numbers a forward changes.
         any_length: False: a capture is that of the lengths of its example.
         changing: buffers that another capture of the model changes.
+        samples: of the batch that is traced; None: few.
 
     Attributes:
         within: makes the context that the forward runs in.
@@ -177,10 +178,11 @@ class LossModule(nn.Module):
         counters: Counters | None = None,
         any_length: bool = True,
         changing: frozenset[str] = frozenset(),
+        samples: int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.any_length: bool = any_length
+        self.any_length, self.samples = any_length, samples
         self.changing: frozenset[str] = changing
         # as a method, since a module would be a part of this one, and its tensors the model's
         self._names, self._loss_fn = names, loss_fn.__call__ if isinstance(loss_fn, nn.Module) else loss_fn

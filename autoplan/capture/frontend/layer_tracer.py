@@ -164,8 +164,13 @@ def block_kinds(model: nn.Module) -> dict[str, Hashable]:
     return {path: (type(m), *map(type, m.children() if type(m) is nn.Sequential else ())) for path, m in made}
 
 
-def _same(a: object, b: object) -> bool:
-    if a is b:
+_MADE_BY_A_CLASS_STATEMENT = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+
+
+def _same(a: object, b: object, within: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Return True for values that are alike. `within`: the ids of the objects that hold them."""
+    pair = id(a), id(b)
+    if a is b or pair in within:
         return True
     if isinstance(a, nn.Module) and isinstance(b, nn.Module):
         return vars(a) is vars(b)  # torch.export makes a new object for a module whenever it is read
@@ -173,10 +178,28 @@ def _same(a: object, b: object) -> bool:
         return False
     if isinstance(a, functools.partial) and isinstance(b, functools.partial):
         return all(map(_same, (a.func, a.args, a.keywords), (b.func, b.args, b.keywords)))
+    if _is_plain(a):
+        mine, theirs = vars(a), vars(b)
+        return mine.keys() == theirs.keys() and all(_same(x, theirs[k], within | {pair}) for k, x in mine.items())
     try:
         return bool(a == b)
     except Exception:  # an attribute whose comparison fails counts as different, hence is watched
         return False
+
+
+class _Plain:
+    """An object whose attributes are all that there is to it."""
+
+
+def _is_plain(value: object) -> bool:
+    """Return True for an object of a class written in Python that has attributes alone and defines no equality.
+
+    An example is the processor of an attention in diffusers, of which every layer has its own. Slots, and what a
+    class written in C holds, make an object larger.
+    """
+    kind = type(value)
+    in_python = bool(kind.__flags__ & _MADE_BY_A_CLASS_STATEMENT) and kind.__basicsize__ == _Plain.__basicsize__
+    return in_python and kind.__eq__ is object.__eq__ and hasattr(value, "__dict__")
 
 
 def _same_attribute(a: object, b: object) -> bool:

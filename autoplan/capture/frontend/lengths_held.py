@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -17,8 +18,11 @@ import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from autoplan.errors import CaptureError, LengthError
+from autoplan.ir.graph import ModelGraph
 from autoplan.ir.symbols import Expr
 
+_MOST_SIZES = 4  # sizes of a batch for which a model is captured again
+_MOST_SAMPLES = 1 << 62
 _LONGEST = 1 << 17  # tokens; conditions that are not linear are tried for every length up to here
 
 
@@ -152,21 +156,77 @@ class Lengths:
             low -= 1
         while high < _LONGEST and holds(high + 1):
             high += 1
-        self._restrict(symbol, low if low > 1 else 0, high)
+        last: int | None = high
+        if self.symbols[symbol] == "b" and high >= _LONGEST and _is_linear(condition, symbol):
+            last = _last_that_holds(holds, high)
+        self._restrict(symbol, low if low > 1 else 0, last)
 
     def _restrict(self, symbol: str, low: int, high: int | None) -> None:
         name = self.symbols.get(symbol)
         if name is None or (low == 0 and high is None):
             return
-        if name == "b":
-            kept = f"up to {high}" if high is not None else f"from {low} on"
-            raise CaptureError(
-                f"the forward of {self.model} asks how large the batch is (this graph is that of {kept}); "
-                "micro-batches are smaller than the batch: compute the same for every size"
-            )
         before = self.bounds.get(name, (0, None))
         highs = [h for h in (before[1], high) if h is not None]
         self.bounds[name] = max(before[0], low), min(highs, default=None)
+
+
+def _is_linear(condition: Any, symbol: str) -> bool:
+    """Return True for an inequality whose sides differ by a multiple of a symbol and a number."""
+    if not isinstance(condition, (sympy.StrictGreaterThan, sympy.StrictLessThan, sympy.Ge, sympy.Le)):
+        return False
+    difference = (condition.lhs - condition.rhs).replace(
+        lambda e: type(e).__name__ in ("IntTrueDiv", "FloatTrueDiv"), lambda e: sympy.nsimplify(e.args[0] / e.args[1])
+    )
+    difference = sympy.expand(difference.replace(lambda e: type(e).__name__ == "ToFloat", lambda e: e.args[0]))
+    (of,) = (x for x in condition.free_symbols if str(x) == symbol)
+    return bool(difference.is_polynomial(of)) and sympy.degree(difference, of) == 1
+
+
+def _last_that_holds(holds: Callable[[int], bool], one: int) -> int | None:
+    """Return the largest number for which a linear condition holds, which does for `one`; None: for all larger."""
+    last, beyond = one, _MOST_SAMPLES
+    if holds(beyond):
+        return None
+    while beyond - last > 1:
+        middle = (last + beyond) // 2
+        last, beyond = (middle, beyond) if holds(middle) else (last, middle)
+    return last
+
+
+def of_every_batch(graph: ModelGraph, again: Callable[[int], ModelGraph]) -> ModelGraph:
+    """Return a graph without bounds of its batch, if the forward computes the same for batches of every size.
+
+    A forward may ask for the size and compute the same whatever the answer: `if x.shape[0] >= 64: x = x.contiguous()`.
+    So it is captured again for a size that was answered otherwise, until all sizes are known.
+
+    Args:
+        again: captures the same model from a batch of this size.
+
+    Raises:
+        CaptureError: if another graph belongs to other sizes.
+    """
+    if "b" not in graph.bounds:
+        return graph
+    low, high = graph.bounds["b"]
+    kept = f"up to {high}" if high is not None else f"from {low} on"
+    plain, tries = replace(graph, bounds={n: x for n, x in graph.bounds.items() if n != "b"}), 0
+    while low > 1 or high is not None:
+        size, tries = low - 1 if high is None else high + 1, tries + 1
+        other = again(size) if tries <= _MOST_SIZES else graph
+        bounds = dict(other.bounds)
+        of_other = bounds.pop("b", (0, None))
+        if replace(other, bounds=bounds) != plain or not _holds(of_other, size):
+            raise CaptureError(
+                f"the forward of {graph.name} asks how large the batch is (this graph is that of {kept}); "
+                "micro-batches are smaller than the batch: compute the same for every size"
+            )
+        low = min(low, of_other[0])
+        high = None if high is None or of_other[1] is None else max(high, of_other[1])
+    return plain
+
+
+def _holds(bounds: tuple[int, int | None], size: int) -> bool:
+    return bounds[0] <= size and (bounds[1] is None or size <= bounds[1])
 
 
 def _divided(expr: Any) -> Any:

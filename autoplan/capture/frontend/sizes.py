@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
+import mmap
+import operator
 import re
+import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -15,6 +20,7 @@ from torch.export import _trace
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._pytree import tree_structure
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from autoplan.capture.frontend.frames import place_of_frame
@@ -35,6 +41,7 @@ _IS_A_BOUND = re.compile(
 # What torch says where sizes do not hold for all lengths, or where it takes numbers and no symbols
 # (`is_causal=length > 1`); of a module that a forward moves; and where there is no process group.
 _OF_A_LENGTH = re.compile(r"Constraints violated|must be \w+, not Sym(Bool|Int|Float)")
+_IN_MEMORY = 1 << 26  # bytes
 _MOVED = "_apply(): Couldn't swap"
 _NO_GROUP = "Default process group has not been initialized"
 
@@ -43,7 +50,7 @@ _ADVICE = re.compile(r"\n\s*(?:For more information, run with|The error above oc
 
 
 def _dims(
-    example_inputs: Mapping[str, torch.Tensor], targets: frozenset[str], any_length: bool
+    example_inputs: Mapping[str, torch.Tensor], targets: frozenset[str], any_length: bool, samples: int | None
 ) -> tuple[list[dict[int, Any]], list[torch.Tensor]]:
     """Return dynamic dims and stand-in tensors: batch 2 and the given sequence lengths, made distinct.
 
@@ -51,6 +58,7 @@ def _dims(
 
     Args:
         any_length: False: sequences have the lengths of the example.
+        samples: the least number of samples, instead of 2.
     """
     batch = torch.export.Dim("b")
     sequences = {symbol: torch.export.Dim(symbol) for symbol in ("s", "t")}
@@ -67,7 +75,7 @@ def _dims(
     sizes = {symbol: int(example_inputs[name].shape[1]) for name, symbol in symbols.items()}
     if any_length and "t" in sizes and sizes["t"] == sizes["s"]:
         sizes["t"] += -1 if sizes["t"] > 2 else 1  # down: positions may be learned
-    stand_in = next(size for size in (2, 3, 4) if size not in sizes.values())
+    stand_in = next(size for size in count(samples or 2) if size not in sizes.values())
     dims, tensors = [], []
     for name, tensor in example_inputs.items():
         mine: dict[int, Any] = {0: batch}
@@ -75,8 +83,18 @@ def _dims(
         if name in symbols and any_length:
             mine[1], shape[1] = sequences[symbols[name]], sizes[symbols[name]]
         dims.append(mine)
-        tensors.append(torch.zeros(shape, dtype=tensor.dtype, device=tensor.device))
+        tensors.append(_zeros(shape, tensor.dtype))
     return dims, tensors
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of zeros that nobody reads: that of very many samples is a file without blocks."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < _IN_MEMORY:
+        return torch.zeros(shape, dtype=dtype)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(size)
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=dtype).view(*shape)
 
 
 def export_symbolic(
@@ -91,7 +109,7 @@ def export_symbolic(
         LengthError: if the sizes are those of some lengths only.
         CaptureError: if torch.export fails.
     """
-    dims, tensors = _dims(example_inputs, target_inputs(wrapper.model), wrapper.any_length)
+    dims, tensors = _dims(example_inputs, target_inputs(wrapper.model), wrapper.any_length, wrapper.samples)
     wrapper.with_results = True
     quiet = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = quiet.level
@@ -164,6 +182,8 @@ def _export_refining(
             with (
                 _bounds_accepted(wrapper, shapes) as found,
                 torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+                # a quotient of sizes (`numel / 1024**3 > 2`): torch's own asks whether a traced size is a float
+                patch.object(PythonReferenceAnalysis, "int_truediv", staticmethod(operator.truediv)),
             ):
                 program = torch.export.export(
                     wrapper,
