@@ -7,7 +7,7 @@
 `parallel_dims`: the device grid of a model under a configuration.
 `expert_degrees`: the degrees over which experts are spread.
 `problem`: the intra-op problem as data: choices, options, conversions.
-`token_dispatch_layouts`, `with_sequence_parallel`, `without_sequence_parallel`, `whole_losses`: restrictions of that problem.
+`token_dispatch_layouts`, `with_sequence_parallel`, `without_sequence_parallel`, `whole_losses`: restrictions of it.
 `statements`: statements of a lowered block, with their collectives.
 `lower`: lowers blocks to statements under chosen layouts.
 `passes`: passes over statements for features that layouts do not express.
