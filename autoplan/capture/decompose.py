@@ -227,6 +227,18 @@ def _are_patches(
     return all(isinstance(size, int) and size % k == 0 for size, k in sizes)
 
 
+def _vector_product(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Write a product with a vector as one of matrices."""
+    rows, columns = self.dim() == 1, other.dim() == 1
+    product = (self.unsqueeze(0) if rows else self) @ (other.unsqueeze(-1) if columns else other)
+    product = product.squeeze(-1) if columns else product
+    return product.squeeze(-1 if columns else -2) if rows else product
+
+
+def _has_vector(self: torch.Tensor, other: torch.Tensor) -> bool:
+    return 1 in (self.dim(), other.dim())
+
+
 def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Write what a tensor becomes when another is copied into all of it."""
     return src.to(self.dtype).expand(self.shape)
@@ -366,6 +378,7 @@ _OWN: Mapping[str, tuple[_Form, ...]] = {
     "aten.cross_entropy_loss.default": _given(_is_loss, _loss),
     **{f"aten.conv{n}d.default": _given(_are_patches, _patches) for n in (1, 2, 3)},
     "aten.slice_scatter.default": _given(_is_complex_slice, _written_slice),
+    "aten.matmul.default": _given(_has_vector, _vector_product),
     "aten.copy.default": _given(lambda *given: True, _copy),
     **{
         f"aten.{name}.{overload}": _given(_is_of_a_batch, function)

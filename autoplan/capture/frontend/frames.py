@@ -9,6 +9,7 @@ from collections.abc import Sequence
 def place_of_frame(stack: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost frame outside torch, as 'file:line (text): '."""
     for frame in reversed(stack):
-        if "/torch/" not in frame.filename and "autoplan/capture" not in frame.filename:
+        named = not frame.filename.startswith("<")  # text that Python made
+        if named and "/torch/" not in frame.filename and "autoplan/capture" not in frame.filename:
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} ({frame.line}): "
     return ""

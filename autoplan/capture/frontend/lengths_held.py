@@ -159,7 +159,7 @@ class Lengths:
         if name is None or (low == 0 and high is None):
             return
         if name == "b":
-            kept = f"up to {high}" if high is not None else f"from {low} on"
+            kept = f"up to {high}" if high is not None and (high < _LONGEST or not low) else f"from {low} on"
             raise CaptureError(
                 f"the forward of {self.model} asks how large the batch is (this graph is that of {kept}); "
                 "micro-batches are smaller than the batch: compute the same for every size"
