@@ -255,6 +255,18 @@ def _variance(
     return variance, mean if keepdim else mean.reshape(variance.shape)
 
 
+def _norm(self: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+    """Write a norm as a root whose gradient at zero is zero, as PyTorch's own is; that of its decomposition is NaN."""
+    powers = (self.square() if ord == 2 else self.abs().pow(ord)).sum(_reduced(self, dim), keepdim=keepdim)
+    zero = powers == 0
+    positive = powers.masked_fill(zero, 1.0)
+    return (positive.sqrt() if ord == 2 else positive.pow(1 / ord)).masked_fill(zero, 0.0)
+
+
+def _is_root(self: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **more: Any) -> bool:
+    return self.is_floating_point() and 1 < ord < math.inf and not more
+
+
 def _reduced(x: torch.Tensor, dim: Any) -> list[int]:
     given = None if isinstance(dim, bool) else [dim] if isinstance(dim, int) else dim
     return [d % x.dim() for d in given] if given else list(range(x.dim()))
@@ -378,6 +390,11 @@ _OWN: Mapping[str, tuple[_Form, ...]] = {
     "aten.cross_entropy_loss.default": _given(_is_loss, _loss),
     **{f"aten.conv{n}d.default": _given(_are_patches, _patches) for n in (1, 2, 3)},
     "aten.slice_scatter.default": _given(_is_complex_slice, _written_slice),
+    "aten.linalg_vector_norm.default": _given(_is_root, _norm),
+    "aten.linalg_norm.default": _given(
+        lambda self, ord=None, dim=None, keepdim=False, **more: ord is None and not more,
+        lambda self, ord=None, dim=None, keepdim=False: torch.linalg.vector_norm(self, 2, dim, keepdim),
+    ),
     "aten.matmul.default": _given(_has_vector, _vector_product),
     "aten.copy.default": _given(lambda *given: True, _copy),
     **{

@@ -35,6 +35,10 @@ _SMALL = (4, 6, 8, 10, 14, 22, 26, 34)  # sizes of different dims; even, as ever
 _KEPT = 4  # sizes up to this one may be part of an op's meaning: trials keep them first
 _MOST_ELEMENTS = 1 << 16  # of the tensors of a trial
 _MOST_SPLITS = 256
+# ops that read their first tensor by places in memory; and one that takes none whose conjugate is pending, as that of
+# torch.fft.ifft may be
+_BY_PLACE_IN_MEMORY = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
+_RESOLVED = ("aten::view_as_real",)
 _CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 SizeOf = Callable[[Any], Expr]
@@ -85,6 +89,11 @@ def generic(op: torch._ops.OpOverload, node: fx.Node, a: Arguments, size_of: Siz
     """
     call, tensors, sizes = _call(op, a)
     leaves, value = _tensors(node), node.meta["val"]
+    if op._schema.name in _BY_PLACE_IN_MEMORY:
+        _refuse_other_order(op, leaves[0], size_of)
+        call = call.replace("{0}", "{0}.contiguous()", 1)  # a rank may hold it in another order
+    if op._schema.name in _RESOLVED:
+        call = call.replace("{0}", "{0}.resolve_conj()", 1)
     results = list(value) if isinstance(value, (list, tuple)) else [value]
     if isinstance(value, (list, tuple)) and len(value) == 1:
         call += "[0]"  # a node with one output is a tensor
@@ -93,6 +102,18 @@ def generic(op: torch._ops.OpOverload, node: fx.Node, a: Arguments, size_of: Siz
     if key not in made:
         made[key] = _generic(op, node, call, sizes, shapes, size_of)
     return replace(made[key], tensors=tensors)
+
+
+def _refuse_other_order(op: torch._ops.OpOverload, x: torch.Tensor, size_of: SizeOf) -> None:
+    """Raise CaptureError for a tensor whose elements do not stand in memory one after another."""
+    expected = Expr.of(1)
+    for size, stride in reversed(list(zip(map(size_of, x.shape), map(size_of, x.stride()), strict=True))):
+        if size != Expr.of(1) and stride != expected:
+            raise CaptureError(
+                f"{op} reads a tensor by places in memory, which differ between plans where its elements do not stand "
+                "in order; give it x.contiguous()"
+            )
+        expected = expected * size
 
 
 def _generic(
@@ -435,15 +456,9 @@ def _derivatives(
     run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
     places: Sequence[int],
 ) -> list[list[int]]:
-    """Return for every output the inputs by which it has a derivative; nothing if a backward fails."""
-    found: list[list[int]] = []
-    wanted = [inputs[i] for i in places]
-    for y in run(inputs):
-        gradients: Sequence[Any] = [None] * len(wanted)
-        if y.requires_grad:
-            try:
-                gradients = torch.autograd.grad(y, wanted, torch.ones_like(y), retain_graph=True, allow_unused=True)
-            except RuntimeError:  # on tensors of these sizes, or in all of them
-                return []
-        found.append([i for i, g in zip(places, gradients, strict=True) if g is not None])
-    return found
+    """Return for every output the inputs by which autograd gives it a derivative."""
+    found: dict[int, list[int]] = {}
+    for i in places:
+        for k, y in enumerate(run([x.detach().requires_grad_(at == i) for at, x in enumerate(inputs)])):
+            found.setdefault(k, []).extend([i] * y.requires_grad)
+    return list(found.values())

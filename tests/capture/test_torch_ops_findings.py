@@ -34,6 +34,7 @@ def program(body: str, init: str = "") -> FuzzProgram:
     return FuzzProgram(HEAD + "\n".join(lines) + "\n", ("x",))
 
 
+TABLE = "self.table = nn.Parameter(torch.randn(8, 8))"
 EQUAL = {
     "one part of a tensor": ("h.chunk(1, -1)[0] * h.split(8, -1)[0] + torch.meshgrid(self.w, indexing='ij')[0]", ""),
     "one element as a number": ("h + self.w.mean(0, keepdim=True).reshape(())", ""),
@@ -45,12 +46,19 @@ EQUAL = {
     "an index of a number": ("h + self.w[0].gather(0, self.zero)", "self.register_buffer('zero', torch.tensor(0))"),
     "products with a vector": (
         "h @ self.w + torch.matmul(self.w, h.mT) * (self.w @ self.w) + (h @ self.table @ self.w)",
-        "self.table = nn.Parameter(torch.randn(8, 8))",
+        TABLE,
     ),
     "a loss that looks at its variance": (
         "h + F.gaussian_nll_loss(h, x, self.w[:1].square() * h.square(), full=True, eps=0.4, reduction='none')"
         " + F.gaussian_nll_loss(h, x, self.w.square().mean() * x[..., 0].square(), eps=0.4, reduction='none')",
         "",
+    ),
+    "places in memory that are in order": ("h + self.table.t().contiguous().as_strided((3, 8), (8, 1)).mean(0)", TABLE),
+    "a conjugate that is pending": ("h + torch.view_as_real(torch.fft.ifft(h).resolve_conj()).sum(-1)", ""),
+    "lengths of vectors that are zero": (
+        "F.normalize(h * self.mask, dim=-1) + torch.linalg.norm(self.w * self.mask[0])"
+        " + (h * self.mask).norm(3, dim=-1, keepdim=True)",
+        "self.register_buffer('mask', torch.zeros(1, 1))",
     ),
     "counts of real numbers": ("h * (torch.histc(self.w, 4, -1, 1) / 3).square().sum()", ""),
 }
@@ -96,6 +104,7 @@ REFUSED = {
         "h if torch.equal(h, h) else x",
         r"py:\d+ .*aten\.equal\.default needs the values of its tensors",
     ),
+    "places in memory": ("h.mT.as_strided((2, 3), (3, 1)).sum() * h", r"as_strided.*; give it x\.contiguous\(\)"),
     "halves of the batch": ("torch.cat(h.vsplit(2), 1)", r"takes batches of a multiple of 2 samples only"),
     "one size of a batch that is another": ("2 * h if x.shape[0] != 3 else h", r"of (up to 2|from 4 on)\)"),
 }

@@ -16,6 +16,8 @@ from autoplan.capture.export import capture
 from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.errors import AutoplanError
 from autoplan.ir.graph import ModelGraph
+from autoplan.ops.record import Trait
+from autoplan.ops.table import op_has
 from autoplan.verify.check import TOLERANCE, differing
 from experiments.compatibility.fuzz.nodes import WrongNode, cases, check_splits
 from experiments.compatibility.fuzz.plans import FuzzPlan
@@ -218,6 +220,8 @@ def _compare(program: Examined, graph: ModelGraph, plan: FuzzPlan, size: Size, t
 
 
 def _splits(program: Examined, graph: ModelGraph, size: Size, mesh: str) -> int:
+    if any(op_has(n.op, Trait.RANDOM) for b in graph.blocks.values() for n in b.nodes):
+        return 0  # what stands behind drawn numbers has no value without a mesh
     model, batch = program.model(), program.batch(size, seed=1)
     tensors = {**{n: p.detach() for n, p in model.named_parameters()}, **dict(all_buffers(model))}
     try:
