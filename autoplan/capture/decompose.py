@@ -227,6 +227,18 @@ def _are_patches(
     return all(isinstance(size, int) and size % k == 0 for size, k in sizes)
 
 
+def _vector_product(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Write a product with a vector as one of matrices."""
+    rows, columns = self.dim() == 1, other.dim() == 1
+    product = (self.unsqueeze(0) if rows else self) @ (other.unsqueeze(-1) if columns else other)
+    product = product.squeeze(-1) if columns else product
+    return product.squeeze(-1 if columns else -2) if rows else product
+
+
+def _has_vector(self: torch.Tensor, other: torch.Tensor) -> bool:
+    return 1 in (self.dim(), other.dim())
+
+
 def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Write what a tensor becomes when another is copied into all of it."""
     return src.to(self.dtype).expand(self.shape)
@@ -241,6 +253,18 @@ def _variance(
     number = math.prod(self.shape[d] for d in dims) - (int(unbiased) if correction is None else correction)
     variance = (self - mean).square().sum(dims, keepdim=keepdim) / number
     return variance, mean if keepdim else mean.reshape(variance.shape)
+
+
+def _norm(self: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+    """Write a norm as a root whose gradient at zero is zero, as PyTorch's own is; that of its decomposition is NaN."""
+    powers = (self.square() if ord == 2 else self.abs().pow(ord)).sum(_reduced(self, dim), keepdim=keepdim)
+    zero = powers == 0
+    positive = powers.masked_fill(zero, 1.0)
+    return (positive.sqrt() if ord == 2 else positive.pow(1 / ord)).masked_fill(zero, 0.0)
+
+
+def _is_root(self: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **more: Any) -> bool:
+    return self.is_floating_point() and 1 < ord < math.inf and not more
 
 
 def _reduced(x: torch.Tensor, dim: Any) -> list[int]:
@@ -366,6 +390,12 @@ _OWN: Mapping[str, tuple[_Form, ...]] = {
     "aten.cross_entropy_loss.default": _given(_is_loss, _loss),
     **{f"aten.conv{n}d.default": _given(_are_patches, _patches) for n in (1, 2, 3)},
     "aten.slice_scatter.default": _given(_is_complex_slice, _written_slice),
+    "aten.linalg_vector_norm.default": _given(_is_root, _norm),
+    "aten.linalg_norm.default": _given(
+        lambda self, ord=None, dim=None, keepdim=False, **more: ord is None and not more,
+        lambda self, ord=None, dim=None, keepdim=False: torch.linalg.vector_norm(self, 2, dim, keepdim),
+    ),
+    "aten.matmul.default": _given(_has_vector, _vector_product),
     "aten.copy.default": _given(lambda *given: True, _copy),
     **{
         f"aten.{name}.{overload}": _given(_is_of_a_batch, function)

@@ -20,6 +20,7 @@ from autoplan.capture.frontend.alone import in_one_process, products_in_order
 from autoplan.capture.frontend.bags import CaptureBags
 from autoplan.capture.frontend.batch_norm import capture_batch_norm
 from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
+from autoplan.capture.frontend.checked_losses import CaptureCheckedLosses
 from autoplan.capture.frontend.counters import Counters
 from autoplan.capture.frontend.empty import without_empty_parts
 from autoplan.capture.frontend.equal_parts import CaptureParts
@@ -305,6 +306,7 @@ def _patched(
                 experts,
                 recurrent,
                 CaptureBags,
+                CaptureCheckedLosses,
                 CaptureParts,
                 CaptureData,
                 CaptureSelections,

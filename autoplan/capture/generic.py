@@ -1,9 +1,10 @@
 """Ops without a record, as nodes that say of themselves what a record would say (`autoplan.ops.generic`).
 
 An op that PyTorch tags as pointwise is split like any other. Every other pure op is run on small random tensors: a dim
-can be split if the op, run on each half, gives the halves of the whole. What it keeps for its backward is seen by
-running it, too. Nothing is taken from names. An op that fails on small tensors runs unsplit. Trials run in a process
-of their own, as some kernels write past the end of tensors whose sizes do not go together.
+can be split if the op, run on each half, gives the halves of the whole, for every draw of the numbers. What it keeps
+for its backward, and by which inputs its results have a derivative, is seen by running it, too. Nothing is taken from
+names. An op that fails on small tensors runs unsplit. Trials run in a process of their own, as some kernels write past
+the end of tensors whose sizes do not go together.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autoplan.capture.child import in_child
 from autoplan.capture.draws import has_generator
 from autoplan.capture.ops import Arguments
-from autoplan.capture.rules import check_rule, disproved, rule_line
+from autoplan.capture.rules import check_rule, disproved, half, rule_line
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import OF_THE_WHOLE_BATCH
 from autoplan.ir.symbols import SYMBOLS, Expr, Shape
@@ -34,6 +35,10 @@ _SMALL = (4, 6, 8, 10, 14, 22, 26, 34)  # sizes of different dims; even, as ever
 _KEPT = 4  # sizes up to this one may be part of an op's meaning: trials keep them first
 _MOST_ELEMENTS = 1 << 16  # of the tensors of a trial
 _MOST_SPLITS = 256
+# ops that read their first tensor by places in memory; and one that takes none whose conjugate is pending, as that of
+# torch.fft.ifft may be
+_BY_PLACE_IN_MEMORY = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
+_RESOLVED = ("aten::view_as_real",)
 _CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 SizeOf = Callable[[Any], Expr]
@@ -84,12 +89,31 @@ def generic(op: torch._ops.OpOverload, node: fx.Node, a: Arguments, size_of: Siz
     """
     call, tensors, sizes = _call(op, a)
     leaves, value = _tensors(node), node.meta["val"]
+    if op._schema.name in _BY_PLACE_IN_MEMORY:
+        _refuse_other_order(op, leaves[0], size_of)
+        call = call.replace("{0}", "{0}.contiguous()", 1)  # a rank may hold it in another order
+    if op._schema.name in _RESOLVED:
+        call = call.replace("{0}", "{0}.resolve_conj()", 1)
     results = list(value) if isinstance(value, (list, tuple)) else [value]
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        call += "[0]"  # a node with one output is a tensor
     shapes = [tuple(size_of(d) for d in t.shape) for t in (*leaves, *results)]
     key = (call, tuple(sizes.items()), tuple(t.dtype for t in leaves), tuple(shapes))
     if key not in made:
         made[key] = _generic(op, node, call, sizes, shapes, size_of)
     return replace(made[key], tensors=tensors)
+
+
+def _refuse_other_order(op: torch._ops.OpOverload, x: torch.Tensor, size_of: SizeOf) -> None:
+    """Raise CaptureError for a tensor whose elements do not stand in memory one after another."""
+    expected = Expr.of(1)
+    for size, stride in reversed(list(zip(map(size_of, x.shape), map(size_of, x.stride()), strict=True))):
+        if size != Expr.of(1) and stride != expected:
+            raise CaptureError(
+                f"{op} reads a tensor by places in memory, which differ between plans where its elements do not stand "
+                "in order; give it x.contiguous()"
+            )
+        expected = expected * size
 
 
 def _generic(
@@ -202,11 +226,17 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """An op on small tensors: `run` takes its tensors and returns its results."""
+    """An op on small tensors: `run` takes its tensors and returns its results.
+
+    Attributes:
+        others: further tensors of these shapes, and their results. By chance an op may give the halves of the whole on
+            some tensors alone: `masked_scatter` does where a mask has one True in a row.
+    """
 
     run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
+    others: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...] = ()
 
     @staticmethod
     def of(
@@ -234,24 +264,46 @@ class _Trial:
 
         shapes = shapes[: len(leaves)]
         limit = min((d for shape in shapes for d in shape if d > 1), default=1)
-        generator = torch.Generator().manual_seed(0)
-        inputs = [_random(leaf.dtype, shape, limit, generator) for leaf, shape in zip(leaves, shapes, strict=True)]
-        try:
-            with torch.random.fork_rng(devices=[]):
-                outputs = run(inputs)
-        except Exception:  # an op may raise anything for sizes that it does not expect
-            return None
-        return _Trial(run, inputs, outputs)
+        drawn: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        for kind in _DRAWS:
+            generator = torch.Generator().manual_seed(len(drawn))
+            inputs = [kind.of(leaf.dtype, shape, limit, generator) for leaf, shape in zip(leaves, shapes, strict=True)]
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    drawn.append((inputs, run(inputs)))
+            except Exception:  # an op may raise anything for sizes or numbers that it does not expect
+                continue
+        return _Trial(run, *drawn[0], tuple(drawn[1:])) if drawn else None
 
 
-def _random(dtype: torch.dtype, shape: Sequence[int], limit: int, generator: torch.Generator) -> torch.Tensor:
-    if dtype.is_floating_point:
-        return torch.rand(shape, dtype=torch.float64, generator=generator) * 0.8 + 0.1
-    if dtype.is_complex:
-        return torch.rand(shape, dtype=torch.complex128, generator=generator)
-    if dtype is torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
-    return torch.randint(limit, shape, dtype=dtype, generator=generator)
+@dataclass(frozen=True)
+class _Draw:
+    """Random tensors of one kind.
+
+    Attributes:
+        low, high: bounds of real numbers.
+        true: the share of True.
+        definite: whether matrices of real numbers are symmetric and positive definite.
+    """
+
+    low: float
+    high: float
+    true: float
+    definite: bool = False
+
+    def of(self, dtype: torch.dtype, shape: Sequence[int], limit: int, generator: torch.Generator) -> torch.Tensor:
+        """Return a tensor. `limit`: of whole numbers."""
+        if dtype.is_floating_point or dtype.is_complex:
+            wide = torch.float64 if dtype.is_floating_point else torch.complex128
+            x = torch.rand(shape, dtype=wide, generator=generator) * (self.high - self.low) + self.low
+            is_square = self.definite and len(shape) > 1 and shape[-1] == shape[-2]
+            return x + x.mT.conj() + 2 * shape[-1] * torch.eye(shape[-1], dtype=wide) if is_square else x
+        if dtype is torch.bool:
+            return torch.rand(shape, generator=generator) < self.true
+        return torch.randint(limit, shape, dtype=dtype, generator=generator)
+
+
+_DRAWS = (_Draw(0.1, 0.9, 0.5), _Draw(-2.0, 2.0, 0.85), _Draw(0.1, 0.9, 0.3), _Draw(0.1, 0.9, 0.5, definite=True))
 
 
 def _trial(
@@ -339,23 +391,22 @@ def _candidates(inputs: Sequence[torch.Tensor]) -> Iterator[list[_Place]]:
 
 def _outputs_of(trial: _Trial, places: Sequence[_Place]) -> list[_Place] | None:
     """Return the dim of every output that splits with these dims of inputs; None if an output has none."""
-    halves = []
-    for k in range(2):
-        parts = list(trial.inputs)
-        for tensor, dim in places:
-            parts[tensor] = parts[tensor].chunk(2, dim)[k].contiguous()
-        try:
-            halves.append(trial.run(parts))
-        except Exception:  # the op needs the whole
+    possible = [set(range(whole.dim())) for whole in trial.outputs]
+    for inputs, outputs in ((trial.inputs, trial.outputs), *trial.others):
+        halves = []
+        for k in range(2):
+            parts = list(inputs)
+            for tensor, dim in places:
+                parts[tensor] = half(parts[tensor], dim, k)
+            try:
+                halves.append(trial.run(parts))
+            except Exception:  # the op needs the whole
+                return None
+        for k, whole in enumerate(outputs):
+            possible[k] = {d for d in possible[k] if _joins(whole, halves[0][k], halves[1][k], d)}
+        if not all(possible):
             return None
-    found = []
-    for k, whole in enumerate(trial.outputs):
-        a, b = halves[0][k], halves[1][k]
-        dims = [d for d in range(whole.dim()) if _joins(whole, a, b, d)]
-        if not dims:
-            return None
-        found.append((len(trial.inputs) + k, dims[0]))
-    return found
+    return [(len(trial.inputs) + k, min(dims)) for k, dims in enumerate(possible)]
 
 
 def _joins(whole: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dim: int) -> bool:
@@ -394,4 +445,20 @@ def _kept(trial: _Trial | None, leaves: Sequence[torch.Tensor]) -> dict[str, Any
     names |= {y.untyped_storage().data_ptr(): f"y{i}" for i, y in enumerate(outputs) if i == 0}
     found = [names.get(x.untyped_storage().data_ptr(), "") for x in packed]
     kept = dict.fromkeys(name for name in found if name)
-    return {"keeps": " ".join(f"{name}<{needs}" for name in kept), "num_extra": found.count("")}
+    keeps = {"keeps": " ".join(f"{name}<{needs}" for name in kept), "num_extra": found.count("")}
+    with_derivative = _derivatives(inputs, trial.run, with_gradient)
+    every = all(len(places) == len(with_gradient) for places in with_derivative)
+    return keeps if every else keeps | {"derivatives": ";".join(",".join(map(str, x)) for x in with_derivative)}
+
+
+def _derivatives(
+    inputs: Sequence[torch.Tensor],
+    run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+    places: Sequence[int],
+) -> list[list[int]]:
+    """Return for every output the inputs by which autograd gives it a derivative."""
+    found: dict[int, list[int]] = {}
+    for i in places:
+        for k, y in enumerate(run([x.detach().requires_grad_(at == i) for at, x in enumerate(inputs)])):
+            found.setdefault(k, []).extend([i] * y.requires_grad)
+    return list(found.values())

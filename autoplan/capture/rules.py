@@ -102,17 +102,22 @@ def _splits(bound: OpRule, label: str) -> bool:
     )
 
 
+def half(x: torch.Tensor, dim: int, which: int) -> torch.Tensor:
+    """Return a half of a tensor along a dim in memory of its own, which an operator may read past the view of it."""
+    return x.chunk(2, dim)[which].clone(memory_format=torch.contiguous_format)
+
+
 def _holds(
     bound: OpRule, label: str, run: _Run, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> bool:
     parts: list[Sequence[torch.Tensor]] = []
-    for half in range(2):
+    for k in range(2):
         given: list[Any] = []
         for x, dims in zip(inputs, bound.inputs, strict=True):
             at = [d for d, dim in enumerate(dims) if dim == (label,)]
             if at and x.shape[at[0]] % 2:
                 return True  # too small to be cut
-            given.append(x.chunk(2, at[0])[half].contiguous() if at else x)
+            given.append(half(x, at[0], k) if at else x)
         try:
             parts.append(run(given))
         except Exception:  # the operator needs the whole

@@ -46,6 +46,7 @@ from autoplan.ir.fresh import FreshNames
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr
 from autoplan.ops.arguments import Alias, IrOp, IrResult
+from autoplan.ops.generic import has_derivative
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.table import op_has, op_record
 
@@ -507,8 +508,8 @@ class Translator:
             return before.dtype == dtype_name(value.dtype)
         if Trait.RESIZES in record.traits:
             return before.shape == self._shape(value)
-        # PyTorch transposes and squeezes tensors without dims, too
-        whole = isinstance(value, torch.Tensor) and not value.dim() and not before.shape
+        # PyTorch transposes and squeezes tensors of one dim or none, too
+        whole = isinstance(value, torch.Tensor) and value.dim() < 2 and before.shape == self._shape(value)
         return whole and Trait.STOPS_GRADIENT not in record.traits
 
     def _emit(self, item: IrOp, tensors: tuple[str | None, ...], metas: list[Any], where: str, scope: str) -> list[str]:
@@ -516,9 +517,10 @@ class Translator:
         outs = [base] if len(metas) == 1 else [f"{base}.{i}" for i in range(len(metas))]
         inputs = [self.trace.values[t] for t in tensors if t is not None]
         passes = not op_has(item.op, Trait.STOPS_GRADIENT)
-        for name, meta in zip(outs, metas, strict=True):
+        for k, (name, meta) in enumerate(zip(outs, metas, strict=True)):
             dtype = inputs[0].dtype if item.dtype == "" else item.dtype or dtype_name(meta.dtype)
-            grad = passes and any(v.requires_grad for v in inputs) and ("float" in dtype or "complex" in dtype)
+            grad = passes and any(v.requires_grad and has_derivative(item.attrs, k, i) for i, v in enumerate(inputs))
+            grad = grad and ("float" in dtype or "complex" in dtype)
             self.trace.values[name] = Value(name, self._shape(meta) if item.shape is None else item.shape, dtype, grad)
         attrs = {k: v for k, v in item.attrs.items()}
         if op_has(item.op, Trait.TAKES_DTYPE):

@@ -2,10 +2,11 @@
 
 A capture finds out what a record would say (`autoplan.capture.generic`) and writes it into the attributes of the node:
 
-    call       the right-hand side in a program: `torch.ops.aten.floor.default({0})`
-    rule       how it can be split, as a line of the rule language (`autoplan.ops.language`)
-    keeps      what it keeps for its backward: "x0<0 y0<0" (`autoplan.ops.saved`)
+    call  the right-hand side in a program: `torch.ops.aten.floor.default({0})`
+    rule  how it can be split, as a line of the rule language (`autoplan.ops.language`)
+    keeps  what it keeps for its backward: "x0<0 y0<0" (`autoplan.ops.saved`)
     num_extra  number of further tensors that it keeps, each as large as its first output
+    derivatives  of every output, separated by ";", the inputs by which it has a derivative; absent: by all
 
 Symbolic sizes among its arguments are attributes of their own, and refer to the whole model.
 """
@@ -13,7 +14,8 @@ Symbolic sizes among its arguments are attributes of their own, and refer to the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr, Shape
@@ -33,6 +35,12 @@ def _text(t: OpText) -> str:
     sizes = {name: literal(t.whole(value)) for name, value in t.attrs.items() if isinstance(value, Expr)}
     text: str = t.attrs["call"].format(*t.args, **sizes)
     return text
+
+
+def has_derivative(attrs: Mapping[str, Any], output: int, place: int) -> bool:
+    """Return False for an output that has no derivative by the input at `place`."""
+    given = attrs.get("derivatives")
+    return given is None or str(place) in given.split(";")[output].split(",")
 
 
 @functools.cache

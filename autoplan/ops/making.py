@@ -10,7 +10,7 @@ from autoplan.ops.labels import dim_labels, linear_rule, whole_dim
 from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import Linear, OpKind, OpRecord, Trait, other
 from autoplan.ops.saved import Form, Gradient, keeps
-from autoplan.ops.text import OpText, literal, shape_text
+from autoplan.ops.text import OpText, literal, shape_arguments, shape_text
 
 
 def _cat(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -91,7 +91,7 @@ def _full(t: OpText) -> str:
 def _constant(t: OpText) -> str:
     values = ", ".join(literal(v) for v in t.attrs["values"])
     whole = f"torch.tensor([{values}], dtype=torch.{t.attrs['dtype']}, device=device)"
-    return whole if len(t.outputs[0]) == 1 else f"{whole}.reshape({shape_text(t.outputs[0])})"
+    return whole if len(t.outputs[0]) == 1 else f"{whole}.reshape({shape_arguments(t.outputs[0])})"
 
 
 def _fill(scalar: float) -> Lowering:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autoplan.errors import FormError, RuleError
+from autoplan.errors import FormError
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, by_name, default
@@ -53,15 +53,16 @@ def _extreme_rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 
 
 def _indexed(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    """Return the rule of gather and scatter: the index selects along one dim; all other dims have equal sizes."""
-    dim = node.attrs["dim"] % len(ins[0])
-    if any(a != b for i, (a, b) in enumerate(zip(ins[0], ins[1], strict=True)) if i != dim):
-        raise RuleError(f"{node.name}: the index must have the input's size in every dim but {dim}")
-    source, index = dim_labels(ins[0]), dim_labels(ins[0])
-    index[dim] = () if ins[1][dim].value == 1 else ("picked",)
+    """Return the rule of gather and scatter: the index selects along one dim; other dims of equal size are split."""
+    dim = node.attrs["dim"] % max(1, len(ins[0]))  # a tensor without dims counts as one with a single element
+    source, index = dim_labels(ins[0]), dim_labels(ins[1], "picked")
+    whole = {label for labels in (source, index) for at in labels for label in at}
+    for i, (mine, theirs) in enumerate(zip(ins[0], ins[1], strict=False)):
+        if i != dim and mine == theirs:
+            index[i] = source[i]
+            whole -= {*source[i]}
     out = source if node.op == "scatter" else index
-    whole = frozenset({"picked", *source[dim]})
-    return OpRule((tuple(source), tuple(index)), (tuple(out),), (Role.OTHER, Role.INDEX), whole)
+    return OpRule((tuple(source), tuple(index)), (tuple(out),), (Role.OTHER, Role.INDEX), frozenset(whole))
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------
@@ -132,10 +133,10 @@ RECORDS = (
         OpKind.COUNT,
         "#[*a] -> [c!]",
         keeps(form=Form.NEW),
-        "torch.histc({0}.float(), bins={bins}, min={min}, max={max})",
+        "torch.histc({0} if {0}.is_floating_point() else {0}.float(), bins={bins}, min={min}, max={max})",
         default("histc", _histc),
         index_limits=_bins,
-        has=(Trait.CHOOSES,),
+        has=(Trait.CHOOSES, Trait.STOPS_GRADIENT),
     ),
     OpRecord(
         "weighted_count",

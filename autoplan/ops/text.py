@@ -73,6 +73,11 @@ def shape_text(sizes: Sequence[Expr]) -> str:
     return ", ".join(py(s) for s in sizes)
 
 
+def shape_arguments(sizes: Sequence[Expr]) -> str:
+    """Return local sizes as the arguments of `reshape` or `expand`, which take no less than one."""
+    return shape_text(sizes) or "()"
+
+
 @dataclass(frozen=True)
 class TextTemplate:
     """Text with the arguments by position and the attributes by name: `{0}.clamp({min}, {max})`.
@@ -87,4 +92,4 @@ class TextTemplate:
             name: literal(t.whole(value) if name == "scalar" and isinstance(value, Expr) else value)
             for name, value in t.attrs.items()
         }
-        return self.text.format(*t.args, shape=shape_text(t.outputs[0]), **given)
+        return self.text.format(*t.args, shape=shape_arguments(t.outputs[0]), **given)

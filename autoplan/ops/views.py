@@ -217,7 +217,8 @@ def _chunk_text(t: OpText) -> str:
     dim = t.attrs["dim"]
     sizes = [shape[dim] for shape in t.outputs]
     if all(s == sizes[0] for s in sizes):
-        return f"{t.args[0]}.chunk({len(sizes)}, dim={dim})"
+        only = "[0]" if len(sizes) == 1 else ""
+        return f"{t.args[0]}.chunk({len(sizes)}, dim={dim}){only}"
     return f"{t.args[0]}.split([{', '.join(py(s) for s in sizes)}], dim={dim})"
 
 

@@ -217,9 +217,14 @@ def _gradients(case: Case, outs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         random = torch.randint(-40, 41, out.shape, generator=g).to(
             out.dtype if out.is_floating_point() or out.is_complex() else torch.float64
         )
-        if values[f"y{i}"].requires_grad:
+        if values[f"y{i}"].requires_grad and out.requires_grad:
             found[i] = random / 16
     return found
+
+
+def _grad(outs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the gradients of inputs; zeros for one that has no part in the results."""
+    return torch.autograd.grad(outs, inputs, gradients, allow_unused=True, materialize_grads=True)
 
 
 class Reference:
@@ -230,24 +235,27 @@ class Reference:
         self.inputs = case.make()
         (strategy,) = strategies_of(case, ())
         text = text_of(case, strategy, Context(case.setting.factors, (), {}))
-        self.outputs, self.gradients = self._run(lambda *x: eval(text, {**namespace(case.setting.env), **named(x)}))
+        self.outputs, self.gradients, self.incoming = self._run(
+            lambda *x: eval(text, {**namespace(case.setting.env), **named(x)})
+        )
         for i, out in enumerate(self.outputs):
             assert str(out.dtype) == f"torch.{values[f'y{i}'].dtype}", f"{case.name}: y{i} is {out.dtype}"
         if case.ref is not None:
-            plain, gradients = self._run(case.ref)
+            plain, gradients, _ = self._run(case.ref)
             for got, want in zip([*self.outputs, *self.gradients.values()], [*plain, *gradients.values()], strict=True):
                 close(got, want, f"{case.name}: {text} is not plain torch")
 
-    def _run(self, fn: Any) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    def _run(self, fn: Any) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Return the outputs, the gradients of the inputs, and those of the outputs that they are made of."""
         values = self.case.values
         xs = [x.clone().requires_grad_(values[f"x{i}"].requires_grad) for i, x in enumerate(self.inputs)]
         outs = outputs_of(fn(*xs))
         grads = _gradients(self.case, outs)
         wanted = [i for i in range(len(xs)) if values[f"x{i}"].requires_grad]
         if not grads:
-            return [o.detach() for o in outs], {}
-        found = torch.autograd.grad([outs[i] for i in grads], [xs[i] for i in wanted], list(grads.values()))
-        return [o.detach() for o in outs], dict(zip(wanted, found, strict=True))
+            return [o.detach() for o in outs], {}, {}
+        found = _grad([outs[i] for i in grads], [xs[i] for i in wanted], list(grads.values()))
+        return [o.detach() for o in outs], dict(zip(wanted, found, strict=True)), grads
 
 
 def named(x: Sequence[Any]) -> dict[str, Any]:
@@ -285,7 +293,7 @@ def run(reference: Reference, strategy: Strategy, mesh: AxisMesh, ctx: Context, 
             for i, out in enumerate(outs):
                 got = gather(out, values[f"y{i}"], strategy.outputs[i])
                 close(got, reference.outputs[i], f"{what}: output {i}")
-            grads = _gradients(case, reference.outputs)
+            grads = reference.incoming
         if not grads:
             return
         incoming = []
@@ -295,7 +303,7 @@ def run(reference: Reference, strategy: Strategy, mesh: AxisMesh, ctx: Context, 
                 parts = cut(whole, values[f"y{i}"], layout, axes, sizes, 50 + i)
             incoming.append(rank_map(lambda rank, parts=parts: parts[place[rank]].clone()))
         wanted = list(reference.gradients)
-        found = torch.autograd.grad([outs[i] for i in grads], [xs[i] for i in wanted], incoming)
+        found = _grad([outs[i] for i in grads], [xs[i] for i in wanted], incoming)
         with mode.disable():
             for i, gradient in zip(wanted, found, strict=True):
                 layout = tuple(t.gradient() for t in strategy.inputs[i])

@@ -77,7 +77,7 @@ class _Training(TorchFunctionMode):
         if signature is not None:
             given = signature.bind(*args, **(kwargs or {}))
             given.apply_defaults()
-            if given.arguments["training"]:
+            if given.arguments["training"] and given.arguments["input"].dim() > 1:
                 return self._normalised(**given.arguments)
         elif function is torch.Tensor.add_ and self.layers.of("num_batches_tracked", args[0]) is not None:
             return args[0]

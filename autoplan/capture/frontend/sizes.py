@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.export import _trace
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
@@ -42,6 +43,7 @@ _IS_A_BOUND = re.compile(
 # (`is_causal=length > 1`); of a module that a forward moves; and where there is no process group.
 _OF_A_LENGTH = re.compile(r"Constraints violated|must be \w+, not Sym(Bool|Int|Float)")
 _IN_MEMORY = 1 << 26  # bytes
+_MULTIPLE = re.compile(r"^Constraints violated \((\d+)\*_b\)")
 _MOVED = "_apply(): Couldn't swap"
 _NO_GROUP = "Default process group has not been initialized"
 
@@ -301,6 +303,16 @@ def _said(exc: BaseException) -> str:
             "Python reads the value of a tensor here (a condition, float(), int(), .item(), a tensor where a number is "
             "expected), and the graph must be the same for every batch; compute with the tensor itself (torch.where), "
             "or leave this code out in training"
+        )
+    if isinstance(exc, (DataDependentOutputException, DynamicOutputShapeException)):
+        return (
+            f"{exc.func} needs the values of its tensors, for a number that Python reads or for the size of a result, "
+            "and a graph is made without values; compute with tensors alone, or leave this code out in training"
+        )
+    if (needed := _MULTIPLE.search(str(exc))) is not None:
+        return (
+            f"it takes batches of a multiple of {needed[1]} samples only, and micro-batches have any size; cut or join "
+            "along another dim"
         )
     if _MOVED in str(exc):
         return "the forward moves or casts a module; do that before, or cast the tensors that the module is given"

@@ -6,8 +6,9 @@ import contextlib
 import random
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,8 +26,6 @@ from autoplan.verify.runs import VerifyTask, copies_of, run_graph
 from autoplan.verify.wide import wide
 from experiments.compatibility.fuzz.nodes import WrongNode, cases, check_splits
 from experiments.compatibility.fuzz.plans import FuzzPlan
-from experiments.compatibility.fuzz.programs import FILE, FuzzProgram
-from experiments.compatibility.fuzz.scope import CAPTURED, RUN
 from experiments.compatibility.one_by_one import crash
 from experiments.shared.simulated import SimulatedStep, run_simulated
 
@@ -34,7 +33,43 @@ _MOVED = 1e-10  # relative, of every parameter
 _SENSITIVE = 1e-6  # relative change of a result under it: a place where the function jumps, or rounding grows
 _LEAST = 1e-3  # of a loss whose terms cancel
 # a refusal names a line of the program, an op, a value in quotes, or a choice of the plan with its value
-_NAMES = re.compile(rf"{re.escape(FILE)}:\d+|the loss function|'[\w.]+'|aten\.\w+|dim \d|\w+=\w+|\w+ at \w+")
+_NAMES = re.compile(
+    r"\w\.py:\d+|the loss function|how large the batch is|a multiple of \d|torch\.\w+\(|'[\w.]+'|aten\.\w+|dim \d|"
+    r"\w+=\w+|\w+ at \w+"
+)
+Size = tuple[int, int]  # samples and tokens
+
+
+class Examined(Protocol):
+    """A module with its loss and batches."""
+
+    @property
+    def text(self) -> str:
+        """The source that messages show."""
+
+    @property
+    def captured(self) -> Size:
+        """The size of the example that is captured."""
+
+    @property
+    def runs(self) -> Size:
+        """The size of the batch that is run, if the graph holds for it; else that of the example is."""
+
+    @property
+    def loss_fn(self) -> Callable[..., torch.Tensor]:
+        """The loss of output and batch."""
+
+    def env(self, size: Size) -> dict[str, int]:
+        """Return the sizes of a batch by symbol."""
+
+    def model(self) -> nn.Module:
+        """Return a new module in float64; all have the same values."""
+
+    def batch(self, size: Size, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Return a batch."""
+
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the loss of the module itself."""
 
 
 class Finding(AssertionError):
@@ -88,7 +123,7 @@ class Outcome:
     skipped: str = ""
 
 
-def truth_of(program: FuzzProgram, size: tuple[int, int], moved: bool = False, drawn: bool = False) -> Truth | None:
+def truth_of(program: Examined, size: Size, moved: bool = False, drawn: bool = False) -> Truth | None:
     """Return what the module computes; None if it does not learn, or not by finite numbers.
 
     Args:
@@ -116,14 +151,15 @@ def truth_of(program: FuzzProgram, size: tuple[int, int], moved: bool = False, d
     return Truth(float(loss.detach()), found, buffers)
 
 
-def _sensitive(program: FuzzProgram, size: tuple[int, int], truth: Truth, drawn: bool) -> bool:
+def _sensitive(program: Examined, size: Size, truth: Truth, drawn: bool) -> bool:
     other = truth_of(program, size, moved=True, drawn=drawn)
     if other is None or abs(other.loss - truth.loss) > _SENSITIVE * max(abs(truth.loss), _LEAST):
         return True
-    largest = max(float(g.abs().max()) for g in truth.gradients.values())
+    gradients = {n: g for n, g in truth.gradients.items() if g.numel()}
+    largest = max((float(g.abs().max()) for g in gradients.values()), default=0.0)
     return any(
         float((other.gradients[n] - g).abs().max()) > _SENSITIVE * float(g.abs().max()) + 1e-9 * largest
-        for n, g in truth.gradients.items()
+        for n, g in gradients.items()
     ) or any(
         n not in other.buffers
         or float((other.buffers[n].double() - b.double()).abs().max()) > _SENSITIVE * max(float(b.abs().max()), _LEAST)
@@ -131,15 +167,14 @@ def _sensitive(program: FuzzProgram, size: tuple[int, int], truth: Truth, drawn:
     )
 
 
-def _refused(program: FuzzProgram, where: str, exc: AutoplanError) -> tuple[str, str]:
+def _refused(program: Examined, where: str, exc: AutoplanError) -> tuple[str, str]:
     if not _NAMES.search(str(exc)):
         raise Unnamed(f"{where} is refused without a name: {exc}\n{program.text}") from exc
     return where, " ".join(str(exc).split())
 
 
-def _fits(graph: ModelGraph, size: tuple[int, int], batch: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if the graph holds for a batch of this size."""
-    env = {"b": size[0], "s": size[1], "t": size[1]}
+def _fits(graph: ModelGraph, env: Mapping[str, int], batch: Mapping[str, torch.Tensor]) -> bool:
+    """Return True if the graph holds for a batch of these sizes."""
     for symbol, (least, most) in graph.bounds.items():
         if not least <= env[symbol] <= (most or env[symbol]):
             return False
@@ -150,7 +185,7 @@ def _fits(graph: ModelGraph, size: tuple[int, int], batch: Mapping[str, torch.Te
     )
 
 
-def examine(program: FuzzProgram, plans: Sequence[FuzzPlan], mesh: str = "") -> Outcome:
+def examine(program: Examined, plans: Sequence[FuzzPlan], mesh: str = "") -> Outcome:
     """Return what became of a program.
 
     Args:
@@ -165,13 +200,13 @@ def examine(program: FuzzProgram, plans: Sequence[FuzzPlan], mesh: str = "") -> 
         return _examine(program, plans, mesh)
 
 
-def _examine(program: FuzzProgram, plans: Sequence[FuzzPlan], mesh: str) -> Outcome:
-    if truth_of(program, CAPTURED) is None:
+def _examine(program: Examined, plans: Sequence[FuzzPlan], mesh: str) -> Outcome:
+    if truth_of(program, program.captured) is None:
         return Outcome(skipped="it does not learn")
     model = program.model()
     random_state, before = random.getstate(), _state(model)
     try:
-        graph = capture(model, program.batch(CAPTURED), program.loss_fn)
+        graph = capture(model, program.batch(program.captured), program.loss_fn)
     except AutoplanError as exc:
         return Outcome(refused=(_refused(program, "capture", exc),))
     except Exception as exc:
@@ -182,7 +217,8 @@ def _examine(program: FuzzProgram, plans: Sequence[FuzzPlan], mesh: str) -> Outc
     if changed:
         raise Wrong(f"the capture has changed {', '.join(changed)} of the module\n{program.text}")
     drawn, updates = _is_drawn(graph), bool(updated_by(graph))
-    size = next((x for x in (RUN, CAPTURED) if _fits(graph, x, program.batch(x))), None)
+    sizes = program.runs, program.captured
+    size = next((x for x in sizes if _fits(graph, program.env(x), program.batch(x))), None)
     truth = None if size is None else truth_of(program, size, drawn=drawn)
     if size is None or truth is None or _sensitive(program, size, truth, drawn):
         return Outcome(skipped="it jumps, or holds for no batch")
@@ -196,9 +232,9 @@ def _examine(program: FuzzProgram, plans: Sequence[FuzzPlan], mesh: str) -> Outc
         try:
             if drawn and plan == FuzzPlan():
                 why = truth.differs(_with_known_numbers(program, graph, batch), trained)
-                truth = _simulated(program, graph, plan, batch)  # of its own numbers
+                truth = _simulated(program, graph, plan, size, batch)  # of its own numbers
             else:
-                why = truth.differs(_simulated(program, graph, plan, batch), trained)
+                why = truth.differs(_simulated(program, graph, plan, size, batch), trained)
         except AutoplanError as exc:
             refused.append(_refused(program, str(plan), exc))
         except Exception as exc:
@@ -220,7 +256,7 @@ def _is_drawn(graph: ModelGraph) -> bool:
     return any(op_has(node.op, Trait.RANDOM) for block in graph.blocks.values() for node in block.nodes)
 
 
-def _with_known_numbers(program: FuzzProgram, graph: ModelGraph, batch: Mapping[str, torch.Tensor]) -> Truth:
+def _with_known_numbers(program: Examined, graph: ModelGraph, batch: Mapping[str, torch.Tensor]) -> Truth:
     """Return what the program of one device computes with the random numbers that the module has in `truth_of`."""
     task = VerifyTask(program.model(), graph, batch, program.loss_fn)
     compiled = compile_one_device(graph)
@@ -228,11 +264,12 @@ def _with_known_numbers(program: FuzzProgram, graph: ModelGraph, batch: Mapping[
     return Truth(float(ran.loss), ran.gradients, ran.buffers)
 
 
-def _simulated(program: FuzzProgram, graph: ModelGraph, plan: FuzzPlan, batch: Mapping[str, torch.Tensor]) -> Truth:
+def _simulated(
+    program: Examined, graph: ModelGraph, plan: FuzzPlan, size: Size, batch: Mapping[str, torch.Tensor]
+) -> Truth:
     """Return what the program of a plan computes, and the buffers that it updates."""
-    model = program.model()
-    samples, tokens = next(x.shape for x in batch.values() if x.dim() > 1)[:2]
-    env = {"b": samples // (plan.dp * plan.num_micro_batches), "s": tokens, "t": tokens}
+    model, (samples, tokens) = program.model(), size
+    env = program.env((samples // (plan.dp * plan.num_micro_batches), tokens))
     emitted, updated = plan.compiled(graph, env), dict[str, torch.Tensor]()
     params = {n: p.detach() for n, p in model.named_parameters()}
     step = SimulatedStep(params, dict(all_buffers(model)), batch, plan.num_micro_batches)
@@ -240,14 +277,11 @@ def _simulated(program: FuzzProgram, graph: ModelGraph, plan: FuzzPlan, batch: M
     return Truth(loss, gradients, updated)
 
 
-def _splits(
-    program: FuzzProgram, graph: ModelGraph, size: tuple[int, int], batch: Mapping[str, torch.Tensor], mesh: str
-) -> int:
+def _splits(program: Examined, graph: ModelGraph, size: Size, batch: Mapping[str, torch.Tensor], mesh: str) -> int:
     model = program.model()
     tensors = {**{n: p.detach() for n, p in model.named_parameters()}, **dict(all_buffers(model))}
-    env = {"b": size[0], "s": size[1], "t": size[1]}
     try:
-        return check_splits(list(cases(graph, env, tensors, batch)), mesh)
+        return check_splits(list(cases(graph, program.env(size), tensors, batch)), mesh)
     except WrongNode as exc:
         raise Wrong(f"{exc}\n{program.text}") from exc
     except Exception as exc:

@@ -30,6 +30,9 @@ class FuzzProgram:
     text: str
     inputs: tuple[str, ...]
 
+    captured = CAPTURED
+    runs = RUN
+
     @functools.cached_property
     def space(self) -> Mapping[str, Any]:
         """The names that the text defines."""
@@ -50,6 +53,10 @@ class FuzzProgram:
         """Return a batch of [samples, tokens]."""
         whole = batch_of(size, seed)
         return {name: whole[name] for name in self.inputs}
+
+    def env(self, size: tuple[int, int]) -> dict[str, int]:
+        """Return the sizes of a batch by symbol."""
+        return {"b": size[0], "s": size[1], "t": size[1]}
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss of the module itself."""

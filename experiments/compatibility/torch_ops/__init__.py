@@ -1,0 +1,1 @@
+"""PyTorch's own database of operations and modules against their captured programs."""
