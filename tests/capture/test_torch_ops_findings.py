@@ -106,7 +106,7 @@ REFUSED = {
     ),
     "places in memory": ("h.mT.as_strided((2, 3), (3, 1)).sum() * h", r"as_strided.*; give it x\.contiguous\(\)"),
     "halves of the batch": ("torch.cat(h.vsplit(2), 1)", r"takes batches of a multiple of 2 samples only"),
-    "one size of a batch that is another": ("2 * h if x.shape[0] != 3 else h", r"of (up to 2|from 4 on)\)"),
+    "one size of a batch that is another": ("2 * h if x.shape[0] != 3 else h", r"py:\d+ .*fixes dim 0 to 3"),
 }
 
 
