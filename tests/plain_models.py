@@ -14,7 +14,7 @@ from experiments.compatibility import families
 
 def filled(model: nn.Module, training: bool = True) -> nn.Module:
     """Return the model in float64 with values under which every parameter matters."""
-    return families._filled(model).train(training)
+    return families.filled(model).train(training)
 
 
 def assert_equal(
@@ -24,8 +24,7 @@ def assert_equal(
     degrees: Iterable[str] = families.NEEDED,
 ) -> ModelGraph:
     """Compare loss and every gradient with the module's own, at each of the degrees; return the graph."""
-    family = families.Family("", "", lambda: (model, batch), loss)
-    truth = families.Truth(model, batch, *families.eager(family, model, batch))
+    truth = families.Truth(model, batch, *families.eager(loss, model, batch))
     graph = capture(model, batch, loss)
     for name in degrees:
         wrong, _ = truth.compared(*families.run(truth, graph, name))

@@ -8,6 +8,7 @@ and sends tp times as many between stages. A framework whose switch is on does n
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from autoplan.ir.graph import ModelGraph
@@ -26,9 +27,10 @@ def with_sequence_parallelism(problem: IntraProblem, graph: ModelGraph) -> Intra
     """Return the problem in which values between blocks, and their like, are split along the sequence.
 
     Their like are the results of norms, views and element-wise ops of the same factors (batch, sequence, hidden size).
-    A choice without an option that splits them so (a vector per sample) stays as it is.
+    A choice without an option that splits them so (a vector per sample) stays as it is. So does what has no batch or
+    two sequences: the biases by position that T5's blocks hand on are split over heads.
     """
-    crossing = crossing_factors(graph)
+    crossing = frozenset().union(*filter(_is_of_tokens, _handed_over(graph)))
     ops = {f"{b.name}/{n.name}" for b in graph.blocks.values() for n in b.nodes if op_kind(n.op) in _BETWEEN}
     params = {(b.name, name) for b in graph.blocks.values() for name in b.params}
 
@@ -36,7 +38,7 @@ def with_sequence_parallelism(problem: IntraProblem, graph: ModelGraph) -> Intra
         block, name = key
         value = graph.blocks[block].values[name]
         factors = {factor for dim in value.dims or () for factor in dim}
-        return key not in params and value.requires_grad and bool(factors & _SEQUENCES) and factors <= crossing
+        return key not in params and value.requires_grad and _is_of_tokens(factors) and factors <= crossing
 
     def is_split(key: ValueKey, layout: Layout) -> bool:
         block, name = key
@@ -57,13 +59,18 @@ def with_sequence_parallelism(problem: IntraProblem, graph: ModelGraph) -> Intra
     return replace(filtered, restrictions=(*filtered.restrictions, _RESTRICTION))
 
 
+def _is_of_tokens(factors: Set[str]) -> bool:
+    return "b" in factors and len(factors & _SEQUENCES) == 1
+
+
+def _handed_over(graph: ModelGraph) -> Iterator[set[str]]:
+    """Yield the factors of every value between blocks that gradients cross."""
+    for block in graph.blocks.values():
+        for name in (*block.inputs, *block.outputs):
+            if block.values[name].requires_grad:
+                yield {factor for dim in block.values[name].dims or () for factor in dim}
+
+
 def crossing_factors(graph: ModelGraph) -> frozenset[str]:
     """Return the factors of values between blocks that gradients cross: batch, sequence and hidden size."""
-    return frozenset(
-        factor
-        for block in graph.blocks.values()
-        for name in (*block.inputs, *block.outputs)
-        if block.values[name].requires_grad
-        for dim in block.values[name].dims or ()
-        for factor in dim
-    )
+    return frozenset().union(*_handed_over(graph))

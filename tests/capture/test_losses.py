@@ -165,7 +165,7 @@ def test_a_number_in_the_loss_is_counted_once(loss: Any, splits: bool) -> None:
     batch = {"input": x, "labels": torch.tensor([2, 1, 0, 3])}
     graph = assert_equal(model, batch, loss, ("dp 2 ZeRO 3",) if splits else ("tp 2",))
     assert (batch_obstacle(graph) is None) is splits
-    want, _ = families.eager(families.Family("", "", lambda: (model, batch), loss), model, batch)
+    want, _ = families.eager(loss, model, batch)
     got, _ = run(model, graph, batch, num_micro_batches=2 if splits else 1)
     assert got == pytest.approx(want, rel=1e-12)
 

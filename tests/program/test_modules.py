@@ -62,9 +62,9 @@ def test_a_dense_mlp_keeps_only_what_its_norm_reads() -> None:
     already."""
     for tp in (1, 2):
         freed = [a - b for a, b in zip(kept(DENSE, "none", tp), kept(DENSE, "modules:mlp", tp), strict=True)]
-        assert freed == [(TOKENS * HIDDEN + 3 * TOKENS * FFN / tp) * WIDTH] * 2, tp
+        assert freed == [(TOKENS * HIDDEN / tp + 3 * TOKENS * FFN / tp) * WIDTH] * 2, tp
     assert again(DENSE, "modules:mlp", "layer") == (["linear"] * 3, [])
-    assert again(DENSE, "modules:mlp", "layer", tp=2) == (["linear"] * 3, ["all_reduce"])
+    assert again(DENSE, "modules:mlp", "layer", tp=2) == (["linear"] * 3, ["all_gather", "reduce_scatter"])
 
 
 def test_what_sequence_parallelism_sends_is_sent_again() -> None:

@@ -315,6 +315,15 @@ def test_frameworks_split_norms_and_residuals_where_whole_ones_would_be_faster()
     assert "sequence parallelism: norms" in " ".join(framework.solution.restrictions)
 
 
+def test_biases_by_position_are_split_over_heads_by_frameworks_too() -> None:
+    """They have no batch, and two sequences: cut along one of them, all would be gathered in every layer."""
+    r = PlanRequest(load_model("t5-11b"), Cluster.parse("1x8xh100-sxm5-80gb"), 512, 8, mode=Mode.FUSED, cache=False)
+    point = LayoutCache(r).for_device(4, 1, 1, None)
+    assert point is not None
+    handed = [o.name for c, o in point.solution.selection.items() if c.startswith("boundary")]
+    assert {"S(kv)", "S(kv2)", "S(s)", "S(t)"} <= set(handed)
+
+
 def test_without_sequence_parallelism_blocks_hand_over_whole_values() -> None:
     plain, whole = (
         priced("gpt3-175b", Mode.FUSED, 2048, tp=8, options=RunOptions(sequence_parallel=parallel))
