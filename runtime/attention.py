@@ -81,9 +81,7 @@ def attention(
             sinks or softcap with an argument that they exclude, or both ring and gather.
     """
     _check_heads(q, k, v)
-    all_keys = window is None and ahead is None and chunk is None and softcap is None and documents is None
-    plain = sinks is None and key_bias is None and not dropout_p
-    if all_keys and plain and gather is None and ring is None and ulysses is None:  # the usual case, with no checks
+    if not dropout_p and _none_of(window, ahead, chunk, softcap, documents, sinks, key_bias, gather, ring, ulysses):
         return _at_once(q, k, v, causal, scale, mask)
     if key_bias is not None:
         if softcap is not None:
@@ -119,6 +117,13 @@ def attention(
             drops = drops._replace(counters=heads_here(drops.counters.T, ulysses).T.clone())
         return to_sequence(_by_keys(q, k, v, how, cut, gather, ring, documents, sinks, mask, drops), ulysses)
     return _by_keys(q, k, v, how, cut, gather, ring, documents, sinks, mask, drops)
+
+
+def _none_of(*given: object) -> bool:
+    for each in given:  # noqa: SIM110 - compiled blocks would break their graph at a generator
+        if each is not None:
+            return False
+    return True
 
 
 def _by_keys(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -430,10 +430,8 @@ def _kept(trial: _Trial | None, leaves: Sequence[torch.Tensor]) -> dict[str, Any
     if not needs:
         return {"keeps": "", "num_extra": 0}
     if trial is None:
-        return {
-            "keeps": " ".join(f"{x}<{needs}" for x in (*(f"x{i}" for i in range(len(leaves))), "y0")),
-            "num_extra": 0,
-        }
+        every_one = [*(f"x{i}" for i in range(len(leaves))), "y0"]
+        return {"keeps": _kept_for(every_one, needs), "num_extra": 0}
     inputs = [x.clone().requires_grad_() if i in with_gradient else x for i, x in enumerate(trial.inputs)]
     packed: list[torch.Tensor] = []
     try:
@@ -444,11 +442,14 @@ def _kept(trial: _Trial | None, leaves: Sequence[torch.Tensor]) -> dict[str, Any
     names = {x.untyped_storage().data_ptr(): f"x{i}" for i, x in enumerate(inputs)}
     names |= {y.untyped_storage().data_ptr(): f"y{i}" for i, y in enumerate(outputs) if i == 0}
     found = [names.get(x.untyped_storage().data_ptr(), "") for x in packed]
-    kept = dict.fromkeys(name for name in found if name)
-    keeps = {"keeps": " ".join(f"{name}<{needs}" for name in kept), "num_extra": found.count("")}
+    keeps = {"keeps": _kept_for(dict.fromkeys(filter(None, found)), needs), "num_extra": found.count("")}
     with_derivative = _derivatives(inputs, trial.run, with_gradient)
     every = all(len(places) == len(with_gradient) for places in with_derivative)
     return keeps if every else keeps | {"derivatives": ";".join(",".join(map(str, x)) for x in with_derivative)}
+
+
+def _kept_for(names: Iterable[str], needs: str) -> str:
+    return " ".join(f"{name}<{needs}" for name in names)
 
 
 def _derivatives(

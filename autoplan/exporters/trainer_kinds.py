@@ -186,11 +186,15 @@ def _llama_factory(values: Values) -> Values:
     return {"gradient_checkpointing": recompute, PRECISION: precision, **taken}
 
 
+def _axolotl_precision(values: Values) -> str:
+    if values.get("fp16") in (True, "true"):
+        return "fp16"
+    return "bf16" if values.get("bf16") in (True, "true", "auto", "full") else "no"
+
+
 def _axolotl(values: Values) -> Values:
     """What axolotl tells accelerate launch, and Trainer (its utils/schemas/validation.py, core/builders/causal.py)."""
-    narrow = "fp16" if values.get("fp16") in (True, "true") else "bf16"
-    if narrow == "bf16" and values.get("bf16") not in (True, "true", "auto", "full"):
-        narrow = "no"
+    narrow = _axolotl_precision(values)
     wide = bool(values.get("fp8"))
     out: dict[str, Any] = {"bf16": narrow == "bf16" and not wide, "fp16": narrow == "fp16" and not wide, "debug": None}
     if values.get("gradient_checkpointing") in ("offload", "offload_disk"):

@@ -9,7 +9,7 @@ and sends tp times as many between stages. A framework whose switch is on does n
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Layout
@@ -23,6 +23,42 @@ _SEQUENCES = frozenset("st")  # factors: the sequence, and that of the target
 _BETWEEN = frozenset((OpKind.ELEMENTWISE, OpKind.NORM, OpKind.VIEW))  # kinds of ops between products
 
 
+@dataclass(frozen=True)
+class _Residuals:
+    """Which values are norms and residuals, by their factors."""
+
+    graph: ModelGraph
+    factors: frozenset[str]
+    ops: frozenset[str]  # those whose results may be
+    params: frozenset[ValueKey]
+
+    @staticmethod
+    def of(graph: ModelGraph) -> _Residuals:
+        ops = frozenset(
+            f"{b.name}/{n.name}" for b in graph.blocks.values() for n in b.nodes if op_kind(n.op) in _BETWEEN
+        )
+        params = frozenset((b.name, name) for b in graph.blocks.values() for name in b.params)
+        return _Residuals(graph, frozenset().union(*filter(_is_of_tokens, _handed_over(graph))), ops, params)
+
+    def has(self, key: ValueKey) -> bool:
+        value = self.graph.blocks[key[0]].values[key[1]]
+        factors = {factor for dim in value.dims or () for factor in dim}
+        if key in self.params or not value.requires_grad:
+            return False
+        return _is_of_tokens(factors) and factors <= self.factors
+
+    def may_be_decided(self, choice: LayoutChoice) -> bool:
+        where = choice.name in self.ops or ChoiceKind.BOUNDARY.subject_of(choice.name) is not None
+        return where and all(self.has(key) for option in choice.options for key, _ in option.provides)
+
+    def is_split(self, key: ValueKey, layout: Layout) -> bool:
+        dims = self.graph.blocks[key[0]].values[key[1]].dims or ()
+        return all(kind.is_shard and dims[kind.dim][kind.factor] in _SEQUENCES for kind in layout)
+
+    def splits(self, option: Option) -> bool:
+        return bool(option.provides) and all(self.is_split(key, layout) for key, layout in option.provides)
+
+
 def with_sequence_parallelism(problem: IntraProblem, graph: ModelGraph) -> IntraProblem:
     """Return the problem in which values between blocks, and their like, are split along the sequence.
 
@@ -30,32 +66,15 @@ def with_sequence_parallelism(problem: IntraProblem, graph: ModelGraph) -> Intra
     A choice without an option that splits them so (a vector per sample) stays as it is. So does what has no batch or
     two sequences: the biases by position that T5's blocks hand on are split over heads.
     """
-    crossing = frozenset().union(*filter(_is_of_tokens, _handed_over(graph)))
-    ops = {f"{b.name}/{n.name}" for b in graph.blocks.values() for n in b.nodes if op_kind(n.op) in _BETWEEN}
-    params = {(b.name, name) for b in graph.blocks.values() for name in b.params}
-
-    def of_residuals(key: ValueKey) -> bool:
-        block, name = key
-        value = graph.blocks[block].values[name]
-        factors = {factor for dim in value.dims or () for factor in dim}
-        return key not in params and value.requires_grad and _is_of_tokens(factors) and factors <= crossing
-
-    def is_split(key: ValueKey, layout: Layout) -> bool:
-        block, name = key
-        dims = graph.blocks[block].values[name].dims or ()
-        return all(kind.is_shard and dims[kind.dim][kind.factor] in _SEQUENCES for kind in layout)
-
-    def may(choice: LayoutChoice) -> bool:
-        where = choice.name in ops or ChoiceKind.BOUNDARY.subject_of(choice.name) is not None
-        return where and all(of_residuals(key) for option in choice.options for key, _ in option.provides)
-
-    def splits(option: Option) -> bool:
-        return bool(option.provides) and all(is_split(key, layout) for key, layout in option.provides)
-
-    decided = {choice.name for choice in problem.choices if may(choice) and any(map(splits, choice.options))}
+    residuals = _Residuals.of(graph)
+    decided = {
+        choice.name
+        for choice in problem.choices
+        if residuals.may_be_decided(choice) and any(map(residuals.splits, choice.options))
+    }
     if not decided:
         return problem
-    filtered = problem.filtered(lambda choice, option: choice.name not in decided or splits(option))
+    filtered = problem.filtered(lambda choice, option: choice.name not in decided or residuals.splits(option))
     return replace(filtered, restrictions=(*filtered.restrictions, _RESTRICTION))
 
 

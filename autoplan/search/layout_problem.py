@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoplan.config.parallel import ParallelConfig
+from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.config.precision import precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group, Level
@@ -53,7 +53,7 @@ def shape_key(request: PlanRequest, cut: LayoutCut) -> tuple[object, ...]:
     return (
         ById(r.graph),
         (axes, size, cp, own, tuple(r.env(size, cp).items()), r.precision, r.pins.get("state_slack", 1.02)),
-        (r.mode, r.options.of_operations, r.of_framework),
+        (r.mode, r.options.of_operations),
     )
 
 
@@ -82,7 +82,7 @@ def layout_problem(
     settings = IntraSettings(axes, costs, r.env(size, cp), steps, slack, precision_of(r.precision), cp)
     unpriced = r.layouts.made(("unpriced", shape_key(r, cut)), Unpriced)
     problem = build_problem(r.graph, settings, unpriced)
-    if tp > 1 and r.of_framework and r.options.sequence_parallel:
+    if tp > 1 and r.mode is Mode.FUSED and r.options.sequence_parallel:  # Megatron's layers
         problem = with_sequence_parallelism(problem, r.graph)
     elif not r.options.sequence_parallel:
         problem = without_sequence_parallelism(problem, r.graph)

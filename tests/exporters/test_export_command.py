@@ -25,7 +25,7 @@ DEGREES = {
     "lightning": ("--zero", "3", "--mbs", "2"),
     "nanotron": ("--tp", "2", "--pp", "2", "--zero", "1"),
     "maxtext": ("--tp", "2", "--zero", "3", "--recompute", "full"),
-    "automodel": ("--tp", "2", "--pp", "2", "--zero", "1", "--recompute", "products"),
+    "automodel": ("--tp", "2", "--pp", "2", "--zero", "1", "--recompute", "full"),
 }
 
 

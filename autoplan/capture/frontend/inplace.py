@@ -382,10 +382,14 @@ def window(source: Assembly | Window, node: fx.Node, where: str) -> Assembly | W
         return source
     to_end = _same(stop, size) or (isinstance(stop, int) and isinstance(size, int) and stop >= size)
     fixed = isinstance(start, int) and start >= 0 and (to_end or (isinstance(stop, int) and stop >= 0))
-    in_turn = step == 1 or (to_end and isinstance(size, int) and start < step and size % step == 0)
-    if not fixed or not in_turn or isinstance(source, Window):
+    if not fixed or isinstance(source, Window) or not (step == 1 or (to_end and _in_turn(size, start, step))):
         raise CaptureError(f"{where}: a tensor filled slice by slice must be cut along one dim at fixed places")
     return Window(source, dim, int(start), size if to_end else int(stop), step=step)
+
+
+def _in_turn(size: Any, start: int, step: int) -> bool:
+    """Return True if every start below the step takes as many places."""
+    return isinstance(size, int) and start < step and size % step == 0
 
 
 def place(source: Assembly | Window, node: fx.Node, where: str) -> Window:

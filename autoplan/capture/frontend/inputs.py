@@ -182,7 +182,8 @@ class LossModule(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.any_length, self.samples = any_length, samples
+        self.any_length: bool = any_length
+        self.samples: int | None = samples
         self.changing: frozenset[str] = changing
         # as a method, since a module would be a part of this one, and its tensors the model's
         self._names, self._loss_fn = names, loss_fn.__call__ if isinstance(loss_fn, nn.Module) else loss_fn

@@ -348,7 +348,7 @@ class _Builder:
         if given is None:
             self.ok = False
             return
-        outs = [x for x in made if x in needed] or made[-1:]  # of what leads to buffers alone, a value that none reads
+        outs = list(filter(needed.__contains__, made)) or made[-1:]  # of what leads to buffers, a value that none reads
         root = self.trace.roots.get(layer, layer)
         block = self._intern(self._block(segment.name, root, nodes, given, params, buffers, outs), layer)
         names = self._names(nodes, given, root)
