@@ -38,7 +38,7 @@ def tolerance_of(case: Case) -> Tolerance:
     if case.compression in ("bf16", "fp16"):
         return Tolerance(2e-2, 2e-2 if case.precision == "native" else 6e-2, None)
     if case.precision.startswith("fp16"):
-        jumps = case.model in ("residual", "divided")  # of a maximum, where it rounds
+        jumps = case.model == "residual"  # of a maximum, where it rounds
         return Tolerance(4e-3, 6e-2 if jumps else 1e-2, None)
     if case.precision != "native":
         return Tolerance(2e-2, 6e-2, None)
