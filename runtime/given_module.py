@@ -76,10 +76,7 @@ class GivenModule:
         for prefix, reference, trained in self._trained:
             if (module := reference()) is None:
                 continue
-            held = module._parameters
-            if {name: p.requires_grad for name, p in held.items() if p is not None} == trained:  # alone: half the time
-                continue
-            for name, p in held.items():
+            for name, p in module._parameters.items():
                 if p is not None and p.requires_grad is not trained.get(name, p.requires_grad):
                     return trained_as_captured(f"{prefix}.{name}".lstrip("."), trained[name])
         return self._other_layer() or self.numbers.changed()

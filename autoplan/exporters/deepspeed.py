@@ -49,13 +49,19 @@ def write_offload(setup: Setup) -> Values:
     return out
 
 
-def read_zero(document: Document, found: Values) -> Values:
-    """Return the ZeRO stage and its replicas. PinError for a stage that does not exist."""
+def stated_stage(document: Document) -> int:
+    """Return the ZeRO stage that a file states. PinError for one that does not exist."""
     stage = document.count(_Z + "stage", 0)
     if stage not in (0, 1, 2, 3):
         raise PinError(
             f"zero_optimization.stage={stage} does not exist; nearest: {min(3, max(0, stage))}", ("zero_stage",)
         )
+    return stage
+
+
+def read_zero(document: Document, found: Values) -> Values:
+    """Return the ZeRO stage and its replicas. PinError for a stage that does not exist."""
+    stage = stated_stage(document)
     shards, out = document.count(_Z + "mics_shard_size", -1), {"zero_stage": stage, "zero_replicas": 1}
     if shards > 0 and "dp" in found:
         ranks = found["dp"] * found["cp"]

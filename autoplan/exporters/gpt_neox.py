@@ -10,7 +10,7 @@ from autoplan.config.precision import GRADIENTS_16
 from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
 from autoplan.exporters.arguments import NamedFiles
-from autoplan.exporters.deepspeed import bf16_optimizer, read_batch, read_zero_offload, write_offload
+from autoplan.exporters.deepspeed import bf16_optimizer, read_batch, read_zero_offload, stated_stage, write_offload
 from autoplan.exporters.record import (
     Document,
     Field,
@@ -81,11 +81,7 @@ def _write_zero(setup: Setup) -> Values:
 
 
 def _read_zero(document: Document, found: Values) -> Values:
-    stage = document.count(_Z + "stage", 0)
-    if stage not in (0, 1, 2, 3):
-        raise PinError(
-            f"zero_optimization.stage={stage} does not exist; nearest: {min(3, max(0, stage))}", ("zero_stage",)
-        )
+    stage = stated_stage(document)
     _check_accumulation(document, stage)
     out: dict[str, Any] = {"zero_stage": stage, "zero_replicas": 1, "whole_sums": False, "all_reduced": False}
     if _base(document) == "bf16" and not found["offload"]:

@@ -1,9 +1,10 @@
-"""Layouts with sequence parallelism, as frameworks have it: norms and residuals are split along the sequence.
+"""Layouts with sequence parallelism, as Megatron has it: norms and residuals are split along the sequence.
 
 Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022: a reduce-scatter and an
 all-gather in place of each all-reduce. The program of layouts may find whole values a little faster (few tokens, or the
 backward of a product, which gathers its input again), and keeps tp times as many bytes of norms and residuals for it,
-and sends tp times as many between stages. A framework whose switch is on does not.
+and sends tp times as many between stages. Megatron, if its switch is on, does not. Where PyTorch's own kernels run (in
+eager and compiled modes), the program of layouts is free.
 """
 
 from __future__ import annotations

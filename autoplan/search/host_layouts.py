@@ -9,8 +9,8 @@ Such a layout often has no sequence parallelism, which has twice as many collect
 activations (Korthikanti et al., 2022). The layout is chosen before it is known whether memory binds. So it may keep
 hardly more than the first; if it does, one is solved in which blocks hand over values as they do in the first, and if
 that does, too, with less weight on the host. Where activations go to the host, whose link then decides, the first
-layout stays, and for a framework (`PlanRequest.of_framework`): frameworks split layers in one way
-(`autoplan.program.with_sequence_parallel`).
+layout stays, and for a framework (`PlanRequest.of_framework`): frameworks split layers in one way, or
+near to it (`autoplan.program.with_sequence_parallel`).
 """
 
 from __future__ import annotations
