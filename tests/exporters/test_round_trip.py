@@ -35,8 +35,9 @@ LEAST = {
         "transformers": 2,
         "lightning": 4,
     },
-    **{"nanotron": 14, "maxtext": 6, "automodel": 30, "gpt-neox": 7, "torchtune": 8, "llm-foundry": 1, "olmo": 1},
+    **{"nanotron": 14, "maxtext": 6, "automodel": 30, "gpt-neox": 7, "torchtune": 8, "llm-foundry": 2, "olmo": 2},
 }
+WHOLE = {"llm-foundry": 16, "olmo": 16}  # of the whole grid, where that is fewer than ten times as many
 
 
 def kept(export: Export, folder: Path) -> Path:
