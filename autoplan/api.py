@@ -19,7 +19,7 @@ from autoplan import devices
 from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.capture.frontend.inputs import LossFn, check_arguments
-from autoplan.capture.frontend.lengths import example_lengths
+from autoplan.capture.frontend.lengths import example_lengths, lengths_of
 from autoplan.captured import capture_verified, examples, outline_of
 from autoplan.codegen.program import Program, compile_program
 from autoplan.config.kernels import ASYNC_TP, AUTO, COMPILE
@@ -255,7 +255,8 @@ def _searched(
     """Capture, measure what the profile lacks, search and compile, on rank 0; every rank gets the result."""
     graph, verified = _on_first(lambda: task.captured(task.precision), "capture") or (None, "")
     cluster, pins, precision = task.cluster, task.pins, task.precision
-    seq_len, target_len = example_lengths(task.model, task.example_inputs)
+    given = task.model, task.example_inputs
+    seq_len, target_len = example_lengths(*given) if graph is None else lengths_of(graph, *given)  # rank 0 plans
     first = next(iter(task.example_inputs.values()))
     batch = global_batch(task.global_batch_size, pins, cluster.num_devices, first.shape[0])
     if known is None and measured:

@@ -63,7 +63,7 @@ def captured(
     import torch
 
     from autoplan.capture.frontend.inputs import check_arguments
-    from autoplan.capture.frontend.lengths import example_lengths
+    from autoplan.capture.frontend.lengths import lengths_of
     from autoplan.verify.door import check_verify
 
     verify = check_verify(verify)
@@ -72,7 +72,7 @@ def captured(
     graph, verified = capture_verified(
         model, example, loss_fn, None if computed is None else getattr(torch, computed), verify
     )
-    seq_len, target_len = example_lengths(model, example)
+    seq_len, target_len = lengths_of(graph, model, example)
     return CapturedModel(graph, None, verified, seq_len, target_len, int(next(iter(example.values())).shape[0]))
 
 

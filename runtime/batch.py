@@ -242,7 +242,7 @@ class Batches:
 
         `sizes`: samples of the micro-batches that the batch is cut into.
         """
-        env = {symbol: batch[name].shape[dim] for symbol, name, dim in self._spec.sizes_from}
+        env = {source.symbol: source.read(batch) for source in self._spec.sizes_from}
         for name, shape in self._spec.input_shapes:
             wanted, found = tuple(evaluate_terms(size, env) for size in shape), tuple(batch[name].shape)
             if found != wanted:
@@ -274,7 +274,7 @@ class Batches:
         local = dict(part)
         cp = self._mesh.size("cp") if self._mesh.has("cp") else 1
         if cp > 1:
-            if local["s"] % (2 * cp):  # every rank has two pieces (zig-zag)
+            if local["s"] % (self._spec.sequence_chunks * cp):  # two of a sequence with an order (zig-zag)
                 return False
             local["s"] //= cp
         try:

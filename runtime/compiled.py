@@ -30,8 +30,8 @@ from autoplan.runtime.program import Block
 
 # names of an emitted module: nodes of a graph, each with its own forward and backward
 _NODES = (
-    "all_gather all_reduce all_to_all context_part cross_entropy_sum draw dropout extreme reduce_scatter slice_ "
-    "to_partial to_replicate vocab_parallel_cross_entropy_sum vocab_parallel_embedding"
+    "all_gather all_reduce all_to_all context_part cross_entropy_sum draw dropout extreme own_part reduce_scatter "
+    "slice_ to_partial to_replicate vocab_parallel_cross_entropy_sum vocab_parallel_embedding"
 ).split()
 _APART = ("running_statistics", "update_buffer")
 _ASSERTIONS = ("typed", "vary")

@@ -8,6 +8,10 @@ ring     keys and values travel from rank to rank (``autoplan.runtime.ring``)
 ulysses  ranks exchange parts of the sequence for parts of the heads, and back after attention (Jacobs et al.,
          DeepSpeed Ulysses, 2023)
 
+Sequences of a fixed number of tokens that attention sees without an order (images, a text and an image joined) are cut
+in equal parts instead, run by run (``own_part``). The parts of all ranks are then put together in another order than
+that of the sequence, the same one for keys and values, which changes nothing.
+
 Ulysses over u neighbours can be combined with gather or ring over the r = c / u groups of neighbours (Fang, Zhao, USP,
 2024; Gu et al., LoongTrain, 2024): the parts of u neighbours, put in order, are the part of one of r ranks.
 """
@@ -51,6 +55,46 @@ def context_part(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     return _part(x.chunk(2 * ranks, dim), index, dim)
 
 
+_Runs = Sequence[tuple[int, int]]  # count and tokens: groups of neighbours of which every rank has an equal part
+
+
+def own_part(x: torch.Tensor, axis: str, dim: int, runs: _Runs) -> torch.Tensor:
+    """Return this rank's part of ``x`` along ``dim``: of every run an equal part of each of its groups of tokens.
+
+    Two sequences that are joined are two runs, the rows of an image that are cut beside its columns many groups.
+
+    Raises:
+        ValueError: a group has a number of tokens that is not a multiple of that of the ranks.
+    """
+    mesh = current_mesh()
+    ranks, index = mesh.size(axis), mesh.coordinate(axis)
+    if ranks == 1:
+        return x
+    parts, sizes = [], [count * tokens for count, tokens in runs]
+    for (count, tokens), run in zip(runs, x.split_with_sizes(sizes, dim), strict=True):
+        if tokens % ranks:
+            raise ValueError(f"{tokens} tokens cannot be cut into equal parts over {ranks} ranks of {axis}")
+        groups = run.reshape(*run.shape[:dim], count, ranks, tokens // ranks, *run.shape[dim + 1 :])
+        parts.append(groups.select(dim + 1, index).flatten(dim, dim + 1))
+    return torch.cat(parts, dim)
+
+
+def whole_of_parts(x: torch.Tensor, axis: str, dim: int, runs: _Runs) -> torch.Tensor:
+    """Return the whole of which every rank has `own_part` along ``dim``. Its inverse, without a gradient."""
+    mesh = current_mesh()
+    ranks = mesh.size(axis)
+    if ranks == 1:
+        return x
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
+    dist.all_gather(parts, x.contiguous(), group=mesh.group(axis))
+    sizes = [count * tokens // ranks for count, tokens in runs]
+    out = []
+    for (count, tokens), *pieces in zip(runs, *(part.split_with_sizes(sizes, dim) for part in parts), strict=True):
+        groups = [piece.unflatten(dim, (count, tokens // ranks)) for piece in pieces]
+        out.append(torch.stack(groups, dim + 1).flatten(dim, dim + 2))
+    return torch.cat(out, dim)
+
+
 def context_positions(length: int, axis: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the places of this rank's ``length`` tokens in the whole sequence."""
     whole = torch.arange(length * current_mesh().size(axis), dtype=dtype, device=device)
@@ -64,15 +108,18 @@ def _part(chunks: Sequence[torch.Tensor], index: int, dim: int) -> torch.Tensor:
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
     """Put the parts of neighbouring ranks in order: [ranks, b, h, 2 l, d] -> [b, h, 2 l ranks, d].
 
-    All first chunks come first, then all second chunks in reverse order of the ranks.
+    All first chunks come first, then all second chunks in reverse order of the ranks. Of parts without an order, which
+    may have an odd number of tokens, this is some order.
     """
-    first, second = parts.chunk(2, dim=3)
+    tokens = parts.shape[3]
+    first, second = parts.split_with_sizes((tokens - tokens // 2, tokens // 2), dim=3)
     return torch.cat((*first.unbind(0), *second.flip(0).unbind(0)), dim=2)
 
 
 def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """Split into parts by rank: the inverse of ``_in_order``."""
-    chunks = x.chunk(2 * ranks, dim=2)
+    tokens = x.shape[2] // ranks
+    chunks = x.split_with_sizes([tokens - tokens // 2] * ranks + [tokens // 2] * ranks, dim=2)
     return torch.stack([_part(chunks, i, 2) for i in range(ranks)])
 
 

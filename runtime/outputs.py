@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.runtime.context import whole_sequence
+from autoplan.runtime.context import whole_of_parts, whole_sequence
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.program import Block
 from autoplan.runtime.spec import OutputSpec, ProgramSpec, evaluate_terms
@@ -117,8 +117,9 @@ class Outputs:
         for shard in reversed(output.shards):
             x = self._gathered(x, shard.axis, starts[shard.dim] + shard.position)
             sizes[shard.dim][shard.position] *= self._mesh.size(shard.axis)
-        for dim, position in output.lengths:
-            x = whole_sequence(x, "cp", starts[dim] + position)
+        for k, (dim, position) in enumerate(output.lengths):
+            at = starts[dim] + position
+            x = whole_of_parts(x, "cp", at, output.runs[k]) if output.runs else whole_sequence(x, "cp", at)
         return x.reshape([math.prod(x.shape[at : at + len(dim)]) for at, dim in zip(starts, sizes, strict=False)])
 
     def _gathered(self, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:

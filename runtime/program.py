@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.runtime.attention import attention
-from autoplan.runtime.context import context_length, context_part, context_positions
+from autoplan.runtime.context import context_length, context_part, context_positions, own_part
 from autoplan.runtime.convert import (
     all_gather,
     all_reduce,
@@ -68,6 +68,7 @@ __all__ = [
     "experts",
     "extreme",
     "nn",
+    "own_part",
     "parameter",
     "reduce_scatter",
     "running_statistics",

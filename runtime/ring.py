@@ -51,9 +51,13 @@ from autoplan.runtime.private import group_named, in_graph
 from autoplan.runtime.sinks import gradient_of_sinks, with_sinks
 
 
-def parts_of(index: int, source: int, ranks: int, length: int, how: Pattern) -> tuple[Part, ...]:
-    """Return the products of rank ``index`` with the keys of rank ``source``; chunks have ``length`` tokens."""
-    first, second, both = (0, length), (length, 2 * length), (0, 2 * length)
+def parts_of(index: int, source: int, ranks: int, tokens: int, how: Pattern) -> tuple[Part, ...]:
+    """Return the products of rank ``index`` with the keys of rank ``source``; both have ``tokens``, in two chunks.
+
+    Their number is even, or there is no order.
+    """
+    length = tokens // 2
+    first, second, both = (0, length), (length, tokens), (0, tokens)
     if not how.causal and how.ahead is None:
         return (Part(both, both, "full", softcap=how.softcap),)
     if how.window is None and how.chunk is None and how.causal:
@@ -216,13 +220,13 @@ def _forward(
     *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result, [b, h, 2 l, e], and the log-sum-exp of all scores, [b, h, 2 l], float32 or wider."""
-    length, drops = q.shape[2] // 2, drops_of(p, counters, query_counts, key_counts)
+    tokens, drops = q.shape[2], drops_of(p, counters, query_counts, key_counts)
     wide = wide_of(q.dtype)
     out = heads_inside(q, v, wide).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
     for source, buffer in ring.rotate(_packed(k, v)):
         keys, values = _unpacked(buffer, k, v)
-        for part in parts_of(ring.index, source, ring.ranks, length, Pattern(*how)):
+        for part in parts_of(ring.index, source, ring.ranks, tokens, Pattern(*how)):
             rows, mine, ends = (tokens_in(x, part.queries) for x in (q, out, lse))
             there, given = (tokens_in(x, part.keys) for x in (keys, values))
             beside = _beside(ids, drops, ring, source, part)
@@ -247,7 +251,7 @@ def _backward(
     *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v. Not `back`: those of k and v are not needed, and not summed over ranks."""
-    length, drops = q.shape[2] // 2, drops_of(p, counters, query_counts, key_counts)
+    tokens, drops = q.shape[2], drops_of(p, counters, query_counts, key_counts)
     wide = lse.dtype
     for_q = torch.zeros_like(q, dtype=wide)
     own = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)  # gradients of own keys and values
@@ -257,7 +261,7 @@ def _backward(
         keys, values = _unpacked(buffer, k, v)
         mine = own if source == ring.index else torch.zeros_like(own)
         for_k, for_v = _unpacked(mine, k, v)
-        for part in parts_of(ring.index, source, ring.ranks, length, Pattern(*how)):
+        for part in parts_of(ring.index, source, ring.ranks, tokens, Pattern(*how)):
             arrived, rows, result, ends = (tokens_in(x, part.queries) for x in (grad, q, out, lse))
             there, given = (tokens_in(x, part.keys) for x in (keys, values))
             beside = _beside(ids, drops, ring, source, part)

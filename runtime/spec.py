@@ -143,11 +143,17 @@ class TiedSpec:
 
 
 class SizeSource(NamedTuple):
-    """The dim of an input from which a size (b, s or t) is read."""
+    """The dim of an input from which a size (b, s or t) is read; it has `times` this size."""
 
     symbol: str
     input: str
     dim: int
+    times: int = 1
+
+    def read(self, tensors: Mapping[str, Any]) -> int:
+        """Return the size in a batch."""
+        size: int = tensors[self.input].shape[self.dim]
+        return size // self.times
 
 
 class SizeBound(NamedTuple):
@@ -169,6 +175,7 @@ class OutputSpec:
         shards: the sub-axes that split it, major to minor.
         pending: sub-axes over which it is a pending sum.
         lengths: (dim, position) of the factors that context parallelism cuts.
+        runs: of each of them its runs (`runtime.context.own_part`), if sequences are cut so.
     """
 
     name: str
@@ -179,6 +186,7 @@ class OutputSpec:
     shards: tuple[ShardSpec, ...]
     pending: tuple[str, ...]
     lengths: tuple[tuple[int, int], ...]
+    runs: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -229,6 +237,9 @@ class ProgramSpec:
     equal_samples: bool = False  # it uses the size of micro-batches that data-parallel ranks share, each with as many
     no_evaluation: str = ""  # why there is none although it would be something else
     draws: bool = True  # it draws random numbers: its stages read `rng`
+    sequence_chunks: int = (
+        2  # chunks of a sequence that a rank of context parallelism has; 1: an equal part of each run
+    )
     draws_counts: bool = False  # what the loss counts depends on random numbers: `count` of its stages takes `rng`
 
     @property

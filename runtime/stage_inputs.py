@@ -126,7 +126,7 @@ class StageInputs:
 
     def sizes(self, part: MicroBatch) -> dict[str, int]:
         """Return this rank's sizes of a micro-batch, by symbol."""
-        env: dict[str, int] = {symbol: part[name].shape[dim] for symbol, name, dim in self._spec.sizes_from}
+        env: dict[str, int] = {source.symbol: source.read(part) for source in self._spec.sizes_from}
         if self._mesh.has("cp"):
             env["s"] //= self._mesh.size("cp")
         return env

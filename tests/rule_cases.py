@@ -316,6 +316,7 @@ VIEWS = [
     case("reshape", ["b, s, kv group, head"], X, lambda x: x.reshape(2, 8, 32)),
     case("reshape", ["b, s, hidden"], "b s, hidden", lambda x: x.reshape(16, 8)),
     case("regroup", ["b, s, hidden"], "b, s, s", lambda x: x.view_as(x), dim=2),  # 8 elements of another factor
+    case("own_part", ["b, s, hidden"], "b, s, s", lambda x: x, dim=2, runs=((1, 8),)),  # all of it, without cp
     case("reshape", ["b s, hidden"], "b, s, hidden", lambda x: x.reshape(2, 8, 8)),
     case("reshape", ["b, s, kv, head"], "b s kv, head", lambda x: x.reshape(32, 4)),
     case("reshape", ["s, hidden"], "s, 1, hidden, 1", lambda x: x.reshape(8, 1, 8, 1)),

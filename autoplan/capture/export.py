@@ -55,6 +55,7 @@ from autoplan.capture.frontend.sizes import export_symbolic
 from autoplan.capture.frontend.state import state_refused
 from autoplan.capture.frontend.torch_transformer import capture_transformers
 from autoplan.capture.layers.assemble import assemble
+from autoplan.capture.passes.sequences import with_sequence
 from autoplan.capture.translate import Translator, dtype_name
 from autoplan.errors import CaptureError, LengthError
 from autoplan.ir.graph import ModelGraph, Parameter
@@ -131,7 +132,7 @@ def _in_its_mode(
 
         graph = of_every_batch(graph, of_samples)
         counters.refuse_if_used(graph, lambda: _in_layers(wrapped, example_inputs, Scans(found)))
-    return infer_factors(graph).in_order()
+    return with_sequence(infer_factors(graph).in_order())
 
 
 def _of_any_length(

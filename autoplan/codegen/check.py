@@ -60,6 +60,7 @@ def check_program(spec: ProgramSpec, sources: Mapping[str, str], *, batch: int =
     with _fake_group(world):
         mesh = AxisMesh(axes, dict(spec.groups), device_type="cpu")
         env = {"b": batch, "s": sequence, "t": sequence}
+        env |= {symbol: low for symbol, low, high in spec.bounds if low == high}
         for stage in spec.stages:
             path = unwritten_folder() / stage.source
             module = load_module(path, f"autoplan_check_{stage.index}", sources[stage.source])
@@ -79,8 +80,11 @@ def _tensor_axes(spec: ProgramSpec) -> tuple[str, ...]:
 
 
 def _input(name: str, spec: ProgramSpec, env: Mapping[str, int]) -> torch.Tensor:
-    """Return token ids of the shape that the program was captured with."""
-    return torch.zeros([evaluate_terms(size, env) for size in dict(spec.input_shapes)[name]], dtype=torch.int64)
+    """Return zeros of the shape that the program was captured with, in the dtype that it computes with."""
+    dtype: torch.dtype = getattr(torch, dict(spec.input_dtypes).get(name, "int64"))
+    if dtype.is_floating_point and spec.compute_dtype is not None:
+        dtype = getattr(torch, spec.compute_dtype)
+    return torch.zeros([evaluate_terms(size, env) for size in dict(spec.input_shapes)[name]], dtype=dtype)
 
 
 def _carried(c: CarriedSpec, env: Mapping[str, int]) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoplan.ir.graph import Result, Value
+from autoplan.ir.graph import Result, Runs, Value
 from autoplan.ir.layout import Layout
 from autoplan.ir.symbols import Expr
 from autoplan.program.statements import LoweredBlock, Op
@@ -26,7 +26,9 @@ class FoundOutput:
     spec: OutputSpec
 
 
-def find_output(lowered: LoweredBlock, result: Result, stage: int, block: str, *, cut: bool) -> FoundOutput | None:
+def find_output(
+    lowered: LoweredBlock, result: Result, stage: int, block: str, *, cut: bool, parts: Mapping[str, Runs]
+) -> FoundOutput | None:
     """Return the statement of a block that makes a result, if possible one that leaves no pending sum.
 
     None if no statement makes it (a view that another one took in), or if the batch is not its slowest factor in a dim.
@@ -34,6 +36,7 @@ def find_output(lowered: LoweredBlock, result: Result, stage: int, block: str, *
     Args:
         stage, block: the stage and the name there of the call that makes it.
         cut: sequences are cut over ranks.
+        parts: the runs of factors, if they are cut so.
     """
     places = list(_places(lowered, result.value))
     if not places:
@@ -42,7 +45,10 @@ def find_output(lowered: LoweredBlock, result: Result, stage: int, block: str, *
     sizes = [[lowered.factors[f] for f in dim] for dim in value.dims or ()]
     batch = [i for i, dim in enumerate(sizes) if dim and dim[0] == Expr.symbol("b")]
     lengths = _lengths(sizes) if cut else []
-    if len(batch) != 1 or any(sizes[i][j] != Expr.symbol("s") for i, j in lengths):
+    runs = [parts.get((value.dims or ())[i][j]) for i, j in lengths]
+    if len(batch) != 1 or any(
+        sizes[i][j] != Expr.symbol("s") and not run for (i, j), run in zip(lengths, runs, strict=True)
+    ):
         return None
     kinds = zip(lowered.axes, layout, strict=True)
     spec = OutputSpec(
@@ -54,6 +60,7 @@ def find_output(lowered: LoweredBlock, result: Result, stage: int, block: str, *
         shards=tuple(ShardSpec(axis.name, kind.dim, kind.factor) for axis, kind in kinds if kind.is_shard),
         pending=_pending(lowered, layout),
         lengths=tuple(lengths),
+        runs=tuple(run for run in runs if run is not None),
     )
     return FoundOutput(at, variable, spec)
 

@@ -13,6 +13,7 @@ from autoplan.codegen.context_cuts import context_cuts
 from autoplan.codegen.emit import Context, block_source, method_source
 from autoplan.codegen.outputs import FoundOutput, find_output, terms
 from autoplan.codegen.schedules import schedule_spec
+from autoplan.codegen.sizes import size_sources
 from autoplan.codegen.whole_sizes import whole_sizes
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.precision import executed_precision
@@ -22,7 +23,7 @@ from autoplan.files import write_whole
 from autoplan.ir.fresh import FreshNames
 from autoplan.ir.graph import LOSS_SHARE, Block, Call, ModelGraph, denominator, of_the_batch
 from autoplan.ir.layout import Axis, Layout, Mesh
-from autoplan.ir.symbols import SYMBOLS, Expr
+from autoplan.ir.symbols import Expr
 from autoplan.ops.batch import batch_obstacle, uses_batch_size
 from autoplan.ops.table import backward_reads_params, updated_buffers
 from autoplan.program.evaluation import apart, evaluation_layouts
@@ -39,7 +40,6 @@ from autoplan.runtime.spec import (
     ProgramSpec,
     ShardSpec,
     SizeBound,
-    SizeSource,
     StageSpec,
     TiedPlace,
     TiedSpec,
@@ -119,7 +119,9 @@ class _Compiler:
             return self
         layouts = self.layouts
         try:
-            found = evaluation_layouts(self.graph, layouts.selection, layouts.axes, layouts.stages)
+            found = evaluation_layouts(
+                self.graph, layouts.selection, layouts.axes, layouts.stages, cut=self.cut_over not in (None, 1)
+            )
             held = {name: self._attributes(name, block) for name, block in found.graph.blocks.items()}
             methods = {name: how for name, how in layouts.context.items() if name in found.graph.blocks}
             other = replace(
@@ -183,7 +185,7 @@ class _Compiler:
             zero_stage=self.layouts.zero_stage,
             schedule=schedule_spec(self.layouts.schedule),
             inputs=tuple(n for n in self.graph.inputs if of_the_batch(n)),
-            sizes_from=self._sizes_from(),
+            sizes_from=size_sources(self.graph),
             loss_count=self.graph.loss_count,
             more_loss_counts=tuple((denominator(i), c.what) for i, c in enumerate(self.graph.loss_counts) if i),
             stages=tuple(stages),
@@ -207,6 +209,7 @@ class _Compiler:
             no_evaluation=self.no_evaluation,
             draws=any(self.lowered[call.block].num_draws for call in self.graph.calls),
             draws_counts=self._draws_counts(),
+            sequence_chunks=self.graph.sequence_chunks,
         )
         if self.evaluation is not None:
             other = replace(self.evaluation.run().spec, inputs=program.inputs, ledger=())
@@ -219,7 +222,7 @@ class _Compiler:
         for result in (r for r in self.graph.results if r.call in mine):
             lowered = self.lowered[self.calls[result.call].block]
             home = self.stage_of[result.call], identifier(result.call)
-            found.append(find_output(lowered, result, *home, cut=self.cut_over is not None))
+            found.append(find_output(lowered, result, *home, cut=self.cut_over is not None, parts=self.graph.parts))
         return [each for each in found if each is not None]
 
     def _stage_ranks(self) -> tuple[int, ...]:
@@ -228,17 +231,8 @@ class _Compiler:
 
     def _bounds(self) -> list[tuple[str, tuple[int, int | None]]]:
         """Return the bounds of lengths that are symbols; shapes of inputs have those that are numbers."""
-        symbols = {source.symbol for source in self._sizes_from()}
+        symbols = {source.symbol for source in size_sources(self.graph)}
         return [(symbol, limits) for symbol, limits in sorted(self.graph.bounds.items()) if symbol in symbols]
-
-    def _sizes_from(self) -> tuple[SizeSource, ...]:
-        out: dict[str, SizeSource] = {}
-        for name in self.graph.inputs:
-            for i, size in enumerate(self.graph.values[name].shape):
-                for symbol in SYMBOLS:
-                    if size == Expr.symbol(symbol):
-                        out.setdefault(symbol, SizeSource(symbol, name, i))
-        return tuple(out[k] for k in sorted(out))
 
     def _tied(self) -> tuple[TiedSpec, ...]:
         out = []
@@ -525,8 +519,10 @@ class _Compiler:
     def _prologue(self, calls: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]) -> list[str]:
         used = {n for c in calls for n, yes in needs[c.block].items() if yes}
         lines = []
-        sizes = self._sizes_from()
-        lines += [f"        {size.symbol} = {size.input}.shape[{size.dim}]" for size in sizes if size.symbol in used]
+        sizes = size_sources(self.graph)
+        for size in (size for size in sizes if size.symbol in used):
+            part = f" // {size.times}" if size.times > 1 else ""
+            lines.append(f"        {size.symbol} = {size.input}.shape[{size.dim}]{part}")
         if "device" in used:
             lines.append(f"        device = {sizes[0].input}.device")
         return lines
@@ -574,7 +570,7 @@ class _Compiler:
             every = ", ".join(f"{text}.to(torch.float64)" for text in found)
             lines.append(f"        return {found[0] if len(found) == 1 else f'torch.stack([{every}])'}")
         elif self.graph.loss_count is LossUnit.SAMPLES:
-            size = self._sizes_from()[0]
+            size = size_sources(self.graph)[0]
             lines.append(f"        return torch.tensor({size.input}.shape[{size.dim}])")
         else:
             lines.append("        return torch.tensor(0)")

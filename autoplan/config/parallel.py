@@ -130,8 +130,9 @@ class ParallelConfig:
         label=_cp_label,
         label_at=2,
         about=(
-            "Number of ranks that every sequence is cut over (zig-zag); if left out, searched "
-            "where at least 8,192 tokens per rank remain (4,096 with fewer sequences than devices), otherwise 1"
+            "Number of ranks that every sequence is cut over (zig-zag, or in parts without an order); if left out, "
+            "searched where at least 8,192 tokens per rank remain (4,096 with fewer sequences than devices), "
+            "otherwise 1"
         ),
     )
     ep: int = choice(

@@ -38,6 +38,11 @@ OF_THE_WHOLE_BATCH = "of_the_whole_batch"  # attribute: a number of the node is 
 OF_PARTS = "of_parts"
 
 
+# How the ranks of context parallelism share a dim of a fixed number of tokens: each run is (count, tokens), and of each
+# of its `count` groups of `tokens` neighbours every rank has an equal part. Two sequences that are joined are two runs.
+Runs = tuple[tuple[int, int], ...]
+
+
 class LossCount(NamedTuple):
     """A denominator of the loss: the value whose labels it counts, and the label that does not count."""
 
@@ -195,6 +200,8 @@ class ModelGraph:
         evaluation: what the module computes in evaluation, where that is another graph; its calls have the names of the
             calls here. Not part of `content_hash`: plans do not depend on it.
         no_evaluation: why there is no such graph although the module computes something else then; "" otherwise.
+        parts: factor -> its runs, for models whose attention runs over a fixed number of tokens without an order
+            (`autoplan.capture.passes.sequences`). Their sizes are multiples of `s`, whose bounds are one number.
     """
 
     name: str
@@ -217,6 +224,7 @@ class ModelGraph:
     left_out: int = field(default=0, compare=False)
     evaluation: ModelGraph | None = None
     no_evaluation: str = ""
+    parts: Mapping[str, Runs] = field(default_factory=dict)
 
     @property
     def loss_counts(self) -> tuple[LossCount, ...]:
@@ -240,6 +248,11 @@ class ModelGraph:
     def has_target(self) -> bool:
         """True if a second sequence has a length of its own: the symbol `t`."""
         return any("t" in size.symbols for name in self.inputs for size in self.values[name].shape)
+
+    @property
+    def sequence_chunks(self) -> int:
+        """The chunks of a sequence that a rank of context parallelism has: two, or an equal part of every run."""
+        return 1 if self.parts else 2
 
     def call_counts(self) -> dict[str, int]:
         """Return how often each block occurs."""
@@ -314,6 +327,7 @@ class ModelGraph:
             buffers=_sorted(self.buffers),
             factors=_sorted(self.factors),
             bounds=_sorted(self.bounds),
+            parts=_sorted(self.parts),
             evaluation=self.evaluation and self.evaluation.in_order(),
         )
 
@@ -380,7 +394,7 @@ def _sorted(things: Mapping[str, _Thing]) -> dict[str, _Thing]:
     return dict(sorted(things.items()))
 
 
-_RARE = ("notes", "more_counts", "results", "evaluation", "no_evaluation")  # nearly always empty
+_RARE = ("notes", "more_counts", "results", "evaluation", "no_evaluation", "parts")  # nearly always empty
 # Not part of the text form, by what configs call it
 _OF_CONFIGS = {"positions": "max_position_embeddings", "left_out": "num_nextn_predict_layers"}
 
@@ -445,6 +459,7 @@ def _decode_graph(data: Any) -> ModelGraph:
         results=tuple(Result(*result) for result in data.get("results", ())),
         evaluation=_decode_graph(data["evaluation"]) if data.get("evaluation") else None,
         no_evaluation=data.get("no_evaluation", ""),
+        parts=_plain(data.get("parts", {})),
     )
 
 

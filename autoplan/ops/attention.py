@@ -108,6 +108,11 @@ def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
     return points.scale(Fraction(1, 2)) if node.attrs.get("causal") else points
 
 
+def reads_whole_keys(node: Node, values: Mapping[str, Value]) -> bool:
+    """Return True for attention whose keys have not the length of the sequence, so that no ranks have parts of them."""
+    return "s" not in values[node.tensor_inputs[1]].shape[2].symbols
+
+
 def seen_share(node: Node, num_keys: float) -> float:
     """Return the part of the arithmetic that `flops` counts which windows and chunks leave.
 

@@ -15,8 +15,10 @@ from autoplan.ir.layout import AxisType, P, R, shard
 from autoplan.ir.symbols import Expr
 from autoplan.ops.generic import FUNCTION, POINTWISE
 from autoplan.ops.record import OpKind, OpRecord, Trait
+from autoplan.ops.sequence_parts import at_joints
 from autoplan.ops.strategies import axis_choices
 from autoplan.ops.table import op_has, op_record
+from autoplan.ops.views import OWN_PART
 
 
 def _places(value: Value, factors: Mapping[str, Expr], symbol: str) -> list[AxisType]:
@@ -30,10 +32,10 @@ def _places(value: Value, factors: Mapping[str, Expr], symbol: str) -> list[Axis
 
 
 def _result(
-    node: Node, block: Block, types: Mapping[str, AxisType], factors: Mapping[str, Expr], symbol: str
+    node: Node, block: Block, types: Mapping[str, AxisType], graph: ModelGraph, symbol: str
 ) -> list[AxisType] | None:
     """Return the types of a node's outputs, or None if it cannot be computed in parts."""
-    inputs = tuple(types[n] for n in node.tensor_inputs)
+    factors, inputs = graph.factors, tuple(types[n] for n in node.tensor_inputs)
     places = [_places(block.values[n], factors, symbol) for n in node.outputs]
     if max(map(len, places)) > 1 or (symbol == "b" and node.attrs.get(OF_THE_WHOLE_BATCH)):
         return None
@@ -47,9 +49,14 @@ def _result(
     if symbol == "s":
         if counts_tokens(node, block):
             return [p[0] for p in places]
-        if not _of_a_sequence(node, op, inputs, block, factors):
+        if graph.parts and any(places):
+            if node.op == OWN_PART:
+                return [p[0] for p in places] if inputs == (R,) else None
+            if at_joints(node, block, inputs, factors, graph.parts, graph.bounds["s"][0]):
+                return [p[0] for p in places]
+        if not _of_a_sequence(node, op, inputs, block, graph):
             return None
-        if op.kind is OpKind.ATTENTION:
+        if op.kind is OpKind.ATTENTION and any(places):
             return [p[0] for p in places]
     return _split(node, block, factors, inputs, places)
 
@@ -84,25 +91,53 @@ def _over_all_parts(op: OpRecord, inputs: tuple[AxisType, ...]) -> list[AxisType
     return [after] if inputs == (before,) else None
 
 
-def _of_a_sequence(
-    node: Node, op: OpRecord, inputs: tuple[AxisType, ...], block: Block, factors: Mapping[str, Expr]
-) -> bool:
+def _of_a_sequence(node: Node, op: OpRecord, inputs: tuple[AxisType, ...], block: Block, graph: ModelGraph) -> bool:
     """Return False for ops that need the whole sequence.
 
     These are what draws by the place in the sequence, as dropout does, unless a dim is that of all tokens, and
     attention unless queries, keys and values are all cut (its runtime, autoplan.runtime.context, sees the keys of all
-    parts); then it has no mask.
+    parts); then it has no mask. Of parts without an order: `_without_order`.
     """
+    draws, factors = Trait.RANDOM in op.traits and node.attrs.get("p") != 0, graph.factors
     if op.kind is not OpKind.ATTENTION:
-        sizes = (factors[name] for dim in block.values[node.outputs[0]].dims or () for name in dim)
-        known = all(size == Expr.symbol("s") for size in sizes if "s" in size.symbols)
-        return known or Trait.RANDOM not in op.traits or node.attrs.get("p") == 0
+        sizes = [factors[name] for dim in block.values[node.outputs[0]].dims or () for name in dim]
+        cut = [size for size in sizes if "s" in size.symbols]
+        return not draws or all(size == Expr.symbol("s") and not graph.parts for size in cut)
+    if graph.parts:
+        return not draws and _without_order(node, inputs, block)
     beside = [
         each
         for name, each in (("documents", shard(1, 0)), ("sinks", R), ("key_bias", shard(3, 0)))
         if node.attrs.get(name)
     ]
     return inputs[3:] == tuple(beside) and set(inputs[:3]) == {shard(2, 0)}
+
+
+_ORDERED = ("causal", "window", "ahead", "chunk", "documents")  # attributes of attention that sees keys by their place
+
+
+def _without_order(node: Node, inputs: tuple[AxisType, ...], block: Block) -> bool:
+    """Return True for attention that parts without an order may compute.
+
+    It is one of the keys of all parts, without a pattern or a mask, or of whole keys, whose mask may be cut as the
+    queries are.
+    """
+    if any(node.attrs.get(name) not in (None, False) for name in _ORDERED):
+        return False
+    query, key, _, *beside = (block.values[name] for name in node.tensor_inputs)
+    cut = [kind.is_shard and kind.dim == 2 for kind in inputs[:3]]
+    if set(inputs[1:3]) == {R}:
+        masks = zip(inputs[3:], beside, strict=True)
+        return (cut[0] or inputs[0] == R) and all(_of_queries(kind, mask, query) for kind, mask in masks)
+    plain = all(node.attrs.get("sinks") and kind == R for kind in inputs[3:])
+    return plain and all(cut) and query.shape[2] == key.shape[2]
+
+
+def _of_queries(kind: AxisType, mask: Value, query: Value) -> bool:
+    """Return True for a mask that is whole, or cut as the queries are."""
+    if not kind.is_shard or mask.dims is None or query.dims is None:
+        return kind == R
+    return kind.dim == len(mask.dims) - 2 and mask.dims[kind.dim] == query.dims[2]
 
 
 def _split(
@@ -182,7 +217,7 @@ def _obstacle(graph: ModelGraph, symbol: str, whole: Set[str]) -> tuple[str | No
             types = dict(zip(block.inputs, given, strict=True))
             types |= dict.fromkeys((*block.params, *block.buffers), R)
             for node in block.nodes:
-                found = _result(node, block, types, factors, symbol)
+                found = _result(node, block, types, graph, symbol)
                 if found is None:
                     return f"{_name(node)} at {node.source or node.name}", R
                 types |= zip(node.outputs, found, strict=True)

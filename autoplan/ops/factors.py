@@ -17,7 +17,7 @@ from functools import partial
 
 from autoplan.errors import GraphError, RuleError
 from autoplan.ir.dataflow import Classes
-from autoplan.ir.graph import Block, Dim, ModelGraph, Node, Value, check
+from autoplan.ir.graph import Block, Dim, ModelGraph, Node, Runs, Value, check
 from autoplan.ir.symbols import Expr
 from autoplan.ops.language import OpRule
 from autoplan.ops.table import op_record, rule_for
@@ -202,7 +202,23 @@ class _Inference:
             for name, block in self.graph.blocks.items()
         }
         factors = {name: self.table.size[atom] for atom, name in names.items()}
-        return self.graph.with_factors(factors, values, blocks)
+        found = self.graph.with_factors(factors, values, blocks)
+        return replace(found, parts=self._parts(found)) if found.parts else found
+
+    def _parts(self, found: ModelGraph) -> dict[str, Runs]:
+        """Return the runs of factors by their new names."""
+        renamed: dict[str, str] = {}
+        pairs = [(self.graph.values, found.values)]
+        pairs += [(block.values, found.blocks[name].values) for name, block in self.graph.blocks.items()]
+        for old, new in pairs:
+            for name, value in old.items():
+                for dim, made in zip(value.dims or (), new[name].dims or (), strict=False):
+                    if len(dim) == len(made):
+                        renamed |= zip(dim, made, strict=True)
+        lost = next((name for name in self.graph.parts if name not in renamed), None)
+        if lost is not None:
+            raise GraphError(f"the factor {lost}, of which ranks have parts, is in no value any more")
+        return {renamed[name]: runs for name, runs in self.graph.parts.items()}
 
 
 def infer_factors(graph: ModelGraph) -> ModelGraph:

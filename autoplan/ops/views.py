@@ -17,6 +17,7 @@ from autoplan.ops.text import Emitter, OpText, literal, py
 
 INT_MAX = 2**63 - 1
 REGROUP = "regroup"
+OWN_PART = "own_part"
 Attrs = Mapping[str, Any]
 Strides = list[Ints | None]
 
@@ -69,6 +70,14 @@ def _regroup(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     dim = node.attrs["dim"]
     after[dim] = ("regrouped",)
     return linear_rule(before, after, {*before[dim], "regrouped"})
+
+
+def _own_part_text(t: OpText) -> str:
+    return f"own_part({t.args[0]}, {t.over}, {t.attrs['dim']}, {t.attrs['runs']!r})" if t.over else t.args[0]
+
+
+def _own_part_strides(attrs: Attrs, shape: Ints, strides: Ints, new: Sequence[Ints]) -> Strides:
+    return [strides if new[0] == shape else None]  # parts are copied
 
 
 def _reshape_strides(attrs: Attrs, shape: Ints, strides: Ints, new: Sequence[Ints]) -> Strides:
@@ -255,6 +264,8 @@ RECORDS = (
     _view("squeeze", _squeeze, _squeeze_text, _squeeze_strides, _SQUEEZE, Trait.FOLLOWS),
     _view("detach", "~[*a] -> [*a]", "{0}.detach()", _same_strides, _DETACHES, Trait.STOPS_GRADIENT, linear=Linear.NO),
     _view(REGROUP, _regroup, "{0}.view_as({0})", _same_strides, {}),  # made by `ops.factors`, never by a capture
+    # this rank's part of a dim that ranks of context parallelism share; made by `capture.passes.sequences`
+    _view(OWN_PART, _regroup, _own_part_text, _own_part_strides, {}, saved=PART, linear=Linear.NO),
     _view("expand", _expand, "{0}.expand({shape})", _expand_strides, default("expand"), *_EXPAND, saved=PART),
     _part("slice", _slice, _slice_text, _slice_strides, {"aten.slice.Tensor": _slice_arguments}),
     _part("select", _select, "{0}.select({dim}, {index})", _select_strides, _SELECT),

@@ -43,7 +43,7 @@ from autoplan.program import compiled_kernels, megatron_kernels
 from autoplan.program.activation_bytes import Activations, ends_of
 from autoplan.program.by_operation import by_operation
 from autoplan.program.gradients import GradientStep, MadeGradient, backward_peak, spent_bytes, without_parameters
-from autoplan.program.megatron_kernels import Kernels
+from autoplan.program.megatron_kernels import Kernels, of_op
 from autoplan.program.megatron_modules import DISCARDING, modules
 from autoplan.program.partition import Traced, TracedBlock, least_kept
 from autoplan.program.regions import Flow, Region, choices, logits, regions, statements_by_group
@@ -325,7 +325,7 @@ class _Walk:
             op.strategy.special,
             self.device_type,
         )
-        rule = megatron_kernels.rule_of(facts, self.kernels) or saved_rule(facts)
+        rule = megatron_kernels.rule_of(facts, of_op(op, self.lowered.block, self.kernels)) or saved_rule(facts)
         self.parts.append((compiled_kernels.fused(facts), compiled_kernels.again(facts)))
         saved: set[int] = set()
         forward, backward = workspace_bytes(facts, rule)

@@ -13,12 +13,13 @@ from fractions import Fraction
 from autoplan.config.context_methods import GATHER, RING, ULYSSES, ContextMethod
 from autoplan.errors import RuleError
 from autoplan.ir.symbols import Expr
-from autoplan.ops.attention import drawn_bytes, taking_groups
+from autoplan.ops.attention import drawn_bytes, reads_whole_keys, taking_groups
 from autoplan.ops.batch import counts_tokens
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, OpFacts, SavedRule, SizesOf, TensorFacts, extra_bytes, kept, workspace_bytes
 from autoplan.ops.strides import Ints
 from autoplan.ops.table import saved_rule
+from autoplan.ops.views import OWN_PART
 from autoplan.program.statements import Collective, LoweredBlock, Op, Pass
 from autoplan.torch_kernels import biased_width
 from autoplan.units import DTYPE_BYTES
@@ -47,12 +48,23 @@ def context_parallelism(degree: int, methods: Mapping[str, ContextMethod], *, me
 
     def rewritten(lowered: LoweredBlock) -> LoweredBlock:
         lowered = lowered.map_ops(OpKind.FACTORY, lambda op: counting(lowered, op))
+        lowered = lowered.map_ops(OpKind.VIEW, _taking_part)
         method = methods.get(lowered.block.name)
-        if method is None or (megatron and method.ulysses == 1):
-            return lowered.map_ops(OpKind.ATTENTION, lambda op: _as_megatron(lowered, op, degree, megatron))
-        return lowered.map_ops(OpKind.ATTENTION, lambda op: _by_method(lowered, op, method))
+
+        def attending(op: Op) -> Op:
+            if reads_whole_keys(op.node, lowered.block.values):
+                return op
+            if method is None or (megatron and method.ulysses == 1):
+                return _as_megatron(lowered, op, degree, megatron)
+            return _by_method(lowered, op, method)
+
+        return lowered.map_ops(OpKind.ATTENTION, attending)
 
     return rewritten
+
+
+def _taking_part(op: Op) -> Op:
+    return replace(op, over=(("axis", "cp"),)) if op.node.op == OWN_PART else op
 
 
 @dataclass(frozen=True)

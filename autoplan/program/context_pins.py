@@ -26,7 +26,7 @@ def _obstacle(method: ContextMethod, found: Sequence[AttentionHeads], tp: int, m
 
 def legal_methods(graph: ModelGraph, cp: int, tp: int) -> dict[str, list[ContextMethod]]:
     """Return the methods that the heads of every block with attention allow under tp."""
-    heads = attention_heads(graph)
+    heads = attention_heads(graph, of_sequences=True)
     major = kv_ranks(graph, tp)
     return {block: [m for m in methods(cp) if _obstacle(m, found, tp, major) is None] for block, found in heads.items()}
 
@@ -94,7 +94,7 @@ def chosen_methods(graph: ModelGraph, config: ParallelConfig) -> dict[str, Conte
 
 
 def _methods(graph: ModelGraph, given: str | Mapping[str, str], cp: int, tp: int) -> dict[str, ContextMethod]:
-    blocks = attention_heads(graph)
+    blocks = attention_heads(graph, of_sequences=True)
     if isinstance(given, Mapping):
         for name in given:
             if name not in blocks:

@@ -21,7 +21,7 @@ from autoplan.ir.fresh import FreshNames
 from autoplan.ir.graph import Block, Call, ModelGraph, Node, Value, of_the_batch
 from autoplan.ir.layout import Axis, I, Layout, R
 from autoplan.ir.symbols import SYMBOLS, Expr, product
-from autoplan.ops.batch import batch_obstacle
+from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.ops.table import updated_buffers
 from autoplan.program.choice_kinds import ChoiceKind, is_strategy
 from autoplan.program.problem import (
@@ -53,18 +53,26 @@ class EvaluationLayouts:
 
 
 def evaluation_layouts(
-    graph: ModelGraph, selection: Selection, axes: Sequence[Axis], stages: Sequence[Sequence[str]]
+    graph: ModelGraph,
+    selection: Selection,
+    axes: Sequence[Axis],
+    stages: Sequence[Sequence[str]],
+    *,
+    cut: bool = False,
 ) -> EvaluationLayouts:
     """Return the layouts of `graph.evaluation`.
 
     Args:
         selection, axes, stages: those of the training.
+        cut: several ranks share every sequence.
 
     Raises:
         LayoutError: the evaluation does not fit into what the training has; names where.
     """
     if graph.evaluation is None:
         raise LayoutError(f"{graph.name} has no graph of its evaluation")
+    if cut and graph.parts:
+        _check_parts(graph, graph.evaluation)
     evaluation = _in_blocks_of_training(graph, graph.evaluation)
     try:
         problem = build_problem(evaluation, IntraSettings(tuple(axes), _prices(axes), _sizes(evaluation, axes)))
@@ -201,6 +209,15 @@ def _key(block: Block, node: Node) -> tuple[object, ...]:
     held = {*block.params, *block.buffers}
     shapes = tuple(str(block.values[x].shape) for x in (*node.tensor_inputs, *node.outputs))
     return node.op, repr(sorted(node.attrs.items())), shapes, tuple(x for x in node.inputs if x in held)
+
+
+def _check_parts(training: ModelGraph, evaluation: ModelGraph) -> None:
+    """Raise LayoutError if ranks cannot share the sequences of the evaluation as they do those of the training."""
+    obstacle = context_obstacle(evaluation)
+    if obstacle is None and evaluation.bounds.get("s") != training.bounds["s"]:
+        obstacle = "its sequences are shared in other parts"
+    if obstacle is not None:
+        raise LayoutError(obstacle)
 
 
 class _Follow:

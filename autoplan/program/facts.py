@@ -14,6 +14,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import Block, ModelGraph, Node, is_around_layers
 from autoplan.ir.symbols import Expr
 from autoplan.names import mtp_model
+from autoplan.ops.attention import reads_whole_keys
 from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.ops.experts import SECOND_BIAS
 from autoplan.ops.products import packed_weights
@@ -40,10 +41,16 @@ class AttentionHeads:
     kv_heads: int
 
 
-def attention_heads(graph: ModelGraph) -> dict[str, list[AttentionHeads]]:
-    """Return the heads of every attention op with fixed numbers of them, by block."""
+def attention_heads(graph: ModelGraph, *, of_sequences: bool = False) -> dict[str, list[AttentionHeads]]:
+    """Return the heads of every attention op with fixed numbers of them, by block.
+
+    Args:
+        of_sequences: only of those whose keys may be cut over ranks.
+    """
     out: dict[str, list[AttentionHeads]] = {}
     for block, node in nodes_with(graph, OpKind.ATTENTION):
+        if of_sequences and reads_whole_keys(node, block.values):
+            continue
         heads, kv = (block.values[n].shape[1].value for n in node.tensor_inputs[:2])
         if heads is not None and kv is not None:
             where = node.source or f"{block.name}/{node.name}"
@@ -199,6 +206,13 @@ class ModelFacts:
     def context_obstacle(self) -> str | None:
         """Why sequences cannot be cut, or None."""
         return context_obstacle(self.graph)
+
+    def num_tokens(self, seq_len: int) -> int:
+        """Return the tokens of a sequence of this length; more than that if the length is that of a part of them."""
+        if not self.graph.parts:
+            return seq_len
+        sizes = (b.values[n.tensor_inputs[0]].shape[2] for b, n in nodes_with(self.graph, OpKind.ATTENTION))
+        return max((int(size.evaluate({"s": seq_len})) for size in sizes if size.symbols <= {"s"}), default=seq_len)
 
     @cached_property
     def num_experts(self) -> int:

@@ -46,8 +46,8 @@ def class_name(block: str) -> str:
 # names that the emitted text of a block uses itself
 _RESERVED = (
     "b s t device rng self torch nn F I P R Tensor Block Stage parameter typed attention draw dropout "
-    "cross_entropy_sum experts extreme context_part context_length context_positions slice_ all_gather all_reduce "
-    "all_to_all reduce_scatter to_partial to_replicate update_buffer vary vocab_parallel_embedding "
+    "cross_entropy_sum experts extreme context_part context_length context_positions own_part slice_ all_gather "
+    "all_reduce all_to_all reduce_scatter to_partial to_replicate update_buffer vary vocab_parallel_embedding "
     "vocab_parallel_cross_entropy_sum"
 ).split()
 _FRIENDLY = {op.name: op.variable for op in RECORDS.values() if op.variable is not None}

@@ -21,18 +21,27 @@ default; `RunOptions.fused_accumulation`), so that no separate gradient is made;
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import Attention, Mode
-from autoplan.ops.attention import biased_rule, drawn_bytes, needs_causal_mask, taking_groups, unfused_in_megatron
+from autoplan.ir.graph import Block
+from autoplan.ops.attention import (
+    biased_rule,
+    drawn_bytes,
+    needs_causal_mask,
+    reads_whole_keys,
+    taking_groups,
+    unfused_in_megatron,
+)
 from autoplan.ops.experts import experts_rows
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule
 from autoplan.ops.table import op_kind, saved_rule
 from autoplan.program import compiled_kernels
 from autoplan.program.context_parallel import saved_by
+from autoplan.program.statements import Op
 from autoplan.units import DTYPE_BYTES
 
 FLOAT8_BYTES = 1
@@ -91,6 +100,13 @@ class Kernels:
     def float8_inputs(self) -> bool:
         """True if products keep 8-bit inputs. PyTorch's compiled float8 training keeps the inputs unconverted."""
         return self.megatron and self.float8
+
+
+def of_op(op: Op, block: Block, kernels: Kernels) -> Kernels:
+    """Return the kernels of an operation: attention of keys that every rank has knows of no cut sequence."""
+    if op_kind(op.node.op) is not OpKind.ATTENTION or not reads_whole_keys(op.node, block.values):
+        return kernels
+    return replace(kernels, context=1, method=None)
 
 
 def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:

@@ -17,7 +17,7 @@ from autoplan.cost_models.work import OpWork, Plain
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, Layout
 from autoplan.ir.symbols import Expr
-from autoplan.ops.attention import seen_share
+from autoplan.ops.attention import reads_whole_keys, seen_share
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import OpFacts, TensorFacts
 from autoplan.ops.strategies import Strategy
@@ -131,13 +131,17 @@ class OpCosts:
             found = self.number(self._facts.flops(block, node))
             # attention sees the keys of the whole sequence; causal halves are balanced over the ranks
             if op_kind(node.op) is OpKind.ATTENTION:
-                found *= self.context * seen_share(node, self.num_keys(block, node))
+                found *= self.shares_of_keys(block, node) * seen_share(node, self.num_keys(block, node))
             self._flops[key] = found
         return found
 
     def num_keys(self, block: Block, node: Node) -> float:
         """Return the number of keys of the whole sequence that attention may see."""
-        return self.number(block.values[node.tensor_inputs[1]].shape[2]) * self.context
+        return self.number(block.values[node.tensor_inputs[1]].shape[2]) * self.shares_of_keys(block, node)
+
+    def shares_of_keys(self, block: Block, node: Node) -> int:
+        """Return the number of ranks whose keys attention sees."""
+        return 1 if reads_whole_keys(node, block.values) else self.context
 
     def op_work(self, block: Block, node: Node, strategy: Strategy, bias: bool = False) -> OpWork:
         """Return the work of one op on one rank.
@@ -146,7 +150,7 @@ class OpCosts:
             bias: the op includes the addition of a vector along the last dim.
         """
         op = op_record(node.op)
-        attends = op.kind is OpKind.ATTENTION
+        attends = op.kind is OpKind.ATTENTION and self.shares_of_keys(block, node) > 1
         inputs = [
             self._tensor(block, name, layout, keys=attends and 0 < k < 3, attends=attends and k < 3)
             for k, (name, layout) in enumerate(zip(node.tensor_inputs, strategy.inputs, strict=True))
@@ -178,7 +182,9 @@ class OpCosts:
         matmul = self.matmul_dtype(block, kind)
         if matmul is not None:
             attrs = (*attrs, ("matmul_dtype", matmul))
-        if kind is OpKind.ATTENTION:
+        if kind is OpKind.ATTENTION and self.context > 1 and reads_whole_keys(node, block.values):
+            attrs = (*attrs, ("context_whole", True))
+        elif kind is OpKind.ATTENTION:
             parts = self.context if method is None else method.ranks if method.is_ring else 1
             attrs = (*attrs, ("context_parts", parts)) if parts > 1 else attrs
         return attrs

@@ -24,7 +24,7 @@ from autoplan.ops.table import backward_reads_params, flops, op_has, op_kind, op
 from autoplan.program.activation_bytes import Activations, saved_bytes_of
 from autoplan.program.activations import activations
 from autoplan.program.expert_degrees import ExpertDegrees
-from autoplan.program.facts import layer_calls, pipeline_units
+from autoplan.program.facts import facts_of_model, layer_calls, pipeline_units
 from autoplan.program.fusion import Joined, cast_before, fused_traffic, joined_ops, norm_kernels
 from autoplan.program.lower import BlockLowering
 from autoplan.program.op_costs import OpCosts
@@ -175,7 +175,7 @@ def workload(
         unit_recompute_transient=tuple(m.recompute_transient for m in memory),
         tied=_tied(graph, unit_calls, blocks),
         free_saved=float(saved_bytes_of(free_calls, activation_bytes)),
-        tokens=float(op_costs.env["b"] * op_costs.env["s"] * op_costs.context),
+        tokens=float(op_costs.env["b"] * facts_of_model(graph).num_tokens(op_costs.env["s"] * op_costs.context)),
         model_flops=model_flops,
         masked_flops=masked_flops,
         micro_batch_size=op_costs.env["b"],
@@ -243,7 +243,7 @@ def _node_flops(block: Block, node: Node, op_costs: OpCosts) -> float:
         return 0.0
     forward = op_costs.number(flops(node, block.values, rule_for(node, block.values)))
     if op.kind is OpKind.ATTENTION:
-        forward *= op_costs.context * (2.0 if node.attrs.get("causal") else 1.0)
+        forward *= op_costs.shares_of_keys(block, node) * (2.0 if node.attrs.get("causal") else 1.0)
         forward *= seen_share(node, op_costs.num_keys(block, node))  # as Megatron Bridge counts
     if not any(block.values[o].requires_grad for o in node.outputs):
         return forward

@@ -483,7 +483,7 @@ def _attention(op: OpWork, method: ContextMethod | None, cp: int) -> list[tuple[
     facts = _facts(op)
     kind, flops = computed_on_cpu(facts)
     what = BY_PRODUCTS if kind is OpKind.PRODUCT else BY_ATTENTION
-    if method is None:
+    if method is None or facts.attrs.get("context_whole"):
         return [(what, flops, 0.0)]
     seen = any(facts.attrs.get(name) for name in ("window", "chunk", "documents"))
     if what == BY_ATTENTION and method.inner != GATHER and not seen:

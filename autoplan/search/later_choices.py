@@ -33,8 +33,10 @@ def shorter_parts(request: PlanRequest, best: Evaluated) -> list[ParallelConfig]
     of Llama 405B with tp 8 or, on 512 H200 (MLPerf v5.1), tp 4 and pp 8, of Llama 70B on 64 H100 with tp 4 and pp 4.
     """
     c, model, cp = best.candidate, request.facts.model, 2 * best.candidate.cp
-    searched, shortest = request.seq_len // least_part(request.facts), request.seq_len // (LEAST_PART // 2)
-    if model is None or model.context_obstacle or "cp" in request.pins or not searched < cp <= shortest:
+    if model is None or model.context_obstacle or "cp" in request.pins:
+        return []
+    tokens = model.num_tokens(request.seq_len)
+    if not tokens // least_part(request.facts) < cp <= tokens // (LEAST_PART // 2):
         return []
     fewer = [c.tp // n for n in (2, 4) if c.tp % n == 0]
     meshes = [(c.tp, c.pp), *((tp, pp) for tp in fewer for pp in (c.pp, 2 * c.pp))]

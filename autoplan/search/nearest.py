@@ -185,7 +185,8 @@ def _numbers(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
 def _lengths(name: str, value: int, given: Changes, facts: Facts) -> list[int]:
     """Return lengths of sequences that cp cuts into equal chunks, and those at the limits of the model."""
     cp = given.get("cp", 1)
-    unit = 2 * cp if is_count(cp, 2) else 1
+    chunks = 2 if facts.model is None else facts.model.graph.sequence_chunks
+    unit = chunks * cp if is_count(cp, 2) else 1
     ends = [value, value + unit]
     if facts.model is not None:
         symbol = "s" if name == "seq_len" else "t"

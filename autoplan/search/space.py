@@ -77,6 +77,6 @@ def _contexts(facts: Facts, model: ModelFacts, cluster: Cluster) -> tuple[int, .
     2407.21783, table 4).
     """
     seq_len = facts.seq_len or 0
-    most = seq_len // least_part(facts)
-    found = [cp for cp in divisors(cluster.num_devices) if 1 < cp <= most and seq_len % (2 * cp) == 0]
+    most, chunks = model.num_tokens(seq_len) // least_part(facts), model.graph.sequence_chunks
+    found = [cp for cp in divisors(cluster.num_devices) if 1 < cp <= most and seq_len % (chunks * cp) == 0]
     return (1, *found) if found and model.context_obstacle is None else (1,)

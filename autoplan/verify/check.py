@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoplan.capture.frontend.buffers import all_buffers
-from autoplan.capture.frontend.lengths import example_lengths
+from autoplan.capture.frontend.lengths import lengths_of
 from autoplan.errors import CaptureError, GraphError
 from autoplan.verify.cost import LIMIT_S, USUAL_S, Cost, cost_of
 from autoplan.verify.first import explain_difference
@@ -129,7 +129,7 @@ def choose_sizes(task: VerifyTask, limit_s: float) -> tuple[dict[str, int] | Non
     Returns:
         (sizes, their cost), or (None, the least cost) if all sizes exceed the limit or the memory.
     """
-    s, t = example_lengths(task.model, task.example)
+    s, t = lengths_of(task.graph, task.model, task.example)
     example = {"s": s, **({} if t is None else {"t": t})}
     window, least = _window(task), None
     found: list[tuple[dict[str, int], float]] = []

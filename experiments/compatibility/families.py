@@ -23,7 +23,7 @@ from torch import nn
 
 from autoplan.capture.export import capture
 from autoplan.capture.frontend.buffers import all_buffers
-from autoplan.capture.frontend.lengths import example_lengths
+from autoplan.capture.frontend.lengths import lengths_of
 from autoplan.codegen.program import Program, compile_program
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.errors import AutoplanError, InfeasibleError
@@ -394,8 +394,12 @@ def run(truth: Truth, graph: ModelGraph, degrees: str) -> tuple[float, dict[str,
     num_ranks = 1 if degrees == ONE_DEVICE else 2
     pins = {"num_micro_batches": num_micro_batches, "recompute": "none", "state_slack": 1.0, **pins}
     cluster = Cluster(1, num_ranks, Device("made up", 1e12, 1e9, 1 << 36, "made up"), Level(0.0, 1e9, "made up"), "cpu")
-    length, target = example_lengths(truth.model, truth.batch)
-    env = {"b": BATCH // num_micro_batches // pins.get("dp", 1), "s": length, "t": target or length}
+    length, target = lengths_of(graph, truth.model, truth.batch)
+    env = {
+        "b": BATCH // num_micro_batches // pins.get("dp", 1),
+        "s": length // pins.get("cp", 1),
+        "t": target or length,
+    }
     try:
         _, layouts, _ = make_plan(graph, cluster, read_pins(pins, num_ranks), env)
     except InfeasibleError:  # some of the state cannot be cut in two

@@ -32,7 +32,7 @@ from transformers.models.auto import modeling_auto
 from autoplan.api import plan_program
 from autoplan.capture.export import capture
 from autoplan.capture.frontend.buffers import all_buffers
-from autoplan.capture.frontend.lengths import example_lengths
+from autoplan.capture.frontend.lengths import lengths_of
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.errors import AutoplanError
 from autoplan.ir.graph import ModelGraph
@@ -316,7 +316,7 @@ def program(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], graph: Mo
     """Return the captured program on one device."""
     device = Device("made up", 1e12, 1e9, 1 << 36, "made up")
     cluster = Cluster(1, 1, device, Level(0.0, 1e9, "made up"), "cpu")
-    length, target = example_lengths(model, batch)
+    length, target = lengths_of(graph, model, batch)
     pins = {"num_micro_batches": 1, "recompute": "none"}
     _, compiled = plan_program(graph, cluster, pins, BATCH, length, target_len=target)
     if not dist.is_initialized():

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 import autoplan
 from autoplan.runtime import convert, fused, program
 from autoplan.runtime.attention import attention
-from autoplan.runtime.context import context_part, to_heads, to_sequence
+from autoplan.runtime.context import context_part, own_part, to_heads, to_sequence
 from autoplan.runtime.convert import I, R
 from autoplan.runtime.draws import draw
 from autoplan.runtime.dropout import dropout
@@ -204,6 +204,7 @@ OPERATIONS: dict[str, tuple[Callable[[], Made], Budget]] = {
     "to partial, from I": (_moved(lambda x: convert.to_partial(x, "tp", I)), Budget(1, 4, 0, 0)),
     "to partial, from R": (_moved(lambda x: convert.to_partial(x, "tp", R)), Budget(1, 4, 1, 4)),
     "context part": (_moved(lambda x: context_part(x, "tp", 0)), Budget(1, 2, 3, 5)),
+    "own part": (_moved(lambda x: own_part(x, "tp", 0, ((1, 2048), (1, 2048)))), Budget(1, 2, 5, 7)),
     # laid out by rank before it is sent, and in the order of the sequence afterwards
     "context, to heads": (_heads(True), Budget(2, 6, 3, 8, collectives=2)),
     "context, to sequence": (_heads(False), Budget(3, 8, 2, 6, collectives=2)),
@@ -284,6 +285,7 @@ def test_every_operation_of_an_emitted_program_has_a_budget() -> None:
         "all_reduce": "all-reduce to R",
         "all_to_all": "all-to-all",
         "context_part": "context part",
+        "own_part": "own part",
         "cross_entropy_sum": "cross entropy",
         "reduce_scatter": "reduce-scatter",
         "extreme": "extreme of ranks",

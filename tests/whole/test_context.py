@@ -178,7 +178,7 @@ def test_half_of_all_pairs_are_computed_the_same_on_every_rank(ranks: int) -> No
     """2 c of the 4 c pairs of chunks that a rank's queries make with all keys; all of them without a causal mask."""
     for causal, want in ((True, 2 * ranks), (False, 4 * ranks)):
         for index in range(ranks):
-            parts = [p for source in range(ranks) for p in parts_of(index, source, ranks, 4, Pattern(causal))]
+            parts = [p for source in range(ranks) for p in parts_of(index, source, ranks, 2 * 4, Pattern(causal))]
             assert sum(map(pairs_of, parts)) == 4 * 4 * want
 
 
@@ -210,7 +210,7 @@ def test_parts_cover_what_a_pattern_shows(how: Pattern) -> None:
         places = [torch.arange(length) + x * length for x in range(2 * ranks)]
         for source in range(ranks):
             here, there = (torch.cat((places[x], places[2 * ranks - 1 - x])) for x in (index, source))
-            for part in parts_of(index, source, ranks, length, how):
+            for part in parts_of(index, source, ranks, 2 * length, how):
                 num_pairs += 1
                 rows, columns = here[slice(*part.queries)], there[slice(*part.keys)]
                 distance = torch.arange(len(rows))[:, None] - torch.arange(len(columns))[None]

@@ -16,6 +16,7 @@ from torch import nn
 
 from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.errors import CaptureError
+from autoplan.ir.graph import ModelGraph
 
 _DECODER_INPUTS = frozenset(("labels", "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds"))
 
@@ -83,6 +84,14 @@ def _check_lengths(tensors: Mapping[str, torch.Tensor], symbols: Mapping[str, st
                 f"inputs {other} {tuple(tensors[other].shape)} and {name} {tuple(tensors[name].shape)} belong to one "
                 "sequence and must have one length"
             )
+
+
+def lengths_of(
+    graph: ModelGraph, model: nn.Module, example_inputs: Mapping[str, torch.Tensor]
+) -> tuple[int, int | None]:
+    """Return the lengths of the example as `example_lengths` does, or the one length of a graph that has no other."""
+    length, target = example_lengths(model, example_inputs)
+    return (graph.bounds["s"][0] if graph.parts else length), target
 
 
 def example_lengths(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:

@@ -44,7 +44,15 @@ def _unsplit(name: str) -> Callable[[ParallelConfig, Facts], str | None]:
 
 
 def _parts(c: ParallelConfig, f: Facts) -> str | None:
-    if c.cp == 1 or f.seq_len is None or f.seq_len % (2 * c.cp) == 0:
+    if c.cp == 1 or f.seq_len is None:
+        return None
+    if f.model is not None and f.model.graph.parts and f.model.context_obstacle is None:
+        odd = (n for runs in f.model.graph.parts.values() for _, n in runs if n % c.cp)
+        size = next(odd, None)
+        return (
+            None if size is None else f"{size} tokens of {f.model.name} cannot be cut into equal parts over cp={c.cp}"
+        )
+    if f.seq_len % (2 * c.cp) == 0:
         return None
     return f"seq_len={f.seq_len} cannot be cut into {2 * c.cp} equal chunks over cp={c.cp}"
 

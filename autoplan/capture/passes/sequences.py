@@ -1,0 +1,230 @@
+"""Give models that attend over a fixed number of tokens a sequence that ranks can share: the symbol `s`.
+
+A transformer of images or videos has no length that a batch could change: its tokens are the patches of an image, whose
+size the example has. Where no input has a length, this pass looks for the longest attention and for a factor of its
+queries, such as the rows of an image, along which the whole model could be computed in parts (`context_obstacle`). All
+factors that are joined with it, as those of a text, are cut likewise (`autoplan.ops.sequence_parts`). Their sizes
+become multiples of `s`, the largest number that all ranks can share evenly: from there on the length of the sequence is
+a symbol as in any language model, whose bounds are the one number that it was in the example.
+
+What holds all tokens and depends on no input, a table of positions, stays whole where it is stored or made, and a node
+`own_part` takes the rank's part of it. A model that cannot be computed in parts stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autoplan.ir.fresh import FreshNames
+from autoplan.ir.graph import Block, Dim, ModelGraph, Node, Runs, Value, check
+from autoplan.ir.symbols import Expr, product
+from autoplan.ops.batch import context_obstacle
+from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.sequence_parts import in_short, joint, num_tokens, runs_of, sliced
+from autoplan.ops.table import op_has, op_kind
+from autoplan.ops.views import INT_MAX, OWN_PART, REGROUP
+
+_S = Expr.symbol("s")
+
+
+def with_sequence(graph: ModelGraph) -> ModelGraph:
+    """Return the graph with a sequence that ranks can share, or as it is if there is none or it has one."""
+    if any("s" in size.symbols for size in graph.factors.values()) or "s" in graph.bounds:
+        return graph
+    for runs in _ways(graph):
+        found = _Rewrite(graph, runs).run()
+        if found is not None and context_obstacle(found) is None:
+            check(found)
+            return found.in_order()
+    return graph
+
+
+def _ways(graph: ModelGraph) -> Iterator[dict[str, Runs]]:
+    """Yield sets of factors that may be cut, with their runs; the most promising first."""
+    joints = list(_joints(graph))
+    for dim in _attended(graph):
+        for name in _by_promise(dim, graph.factors):
+            chosen = _closed(name, joints, graph.factors)
+            runs = None if chosen is None else _with_runs(chosen, joints, graph.factors)
+            if runs is not None:
+                yield runs
+
+
+def _attended(graph: ModelGraph) -> list[Dim]:
+    """Return the dims of queries that attend to as many keys, the longest first."""
+    found = dict[Dim, int]()
+    for block in graph.blocks.values():
+        for node in block.nodes:
+            if op_kind(node.op) is OpKind.ATTENTION:
+                query, key = (block.values[name] for name in node.tensor_inputs[:2])
+                size = query.shape[2].value
+                if query.dims is not None and size and size == key.shape[2].value:
+                    found[query.dims[2]] = size
+    return sorted(found, key=lambda dim: -found[dim])
+
+
+def _by_promise(dim: Dim, factors: Mapping[str, Expr]) -> list[str]:
+    """Return the factors of a dim: those that more powers of two divide first, then those that are slower in memory."""
+    sizes = {name: factors[name].value or 0 for name in dim}
+    return sorted((name for name in dim if sizes[name] > 1), key=lambda name: -(sizes[name] & -sizes[name]))
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """A dim, and its pieces in order; of a slice one piece, which says nothing about the whole."""
+
+    whole: Dim
+    pieces: tuple[Dim, ...]
+    complete: bool
+
+
+def _joints(graph: ModelGraph) -> Iterator[_Joint]:
+    for block in graph.blocks.values():
+        for node in block.nodes:
+            found = joint(node, block)
+            if found is not None:
+                yield _Joint(found[0], tuple(found[1]), True)
+            part = sliced(node, block)
+            if part is not None:
+                yield _Joint(part[0], (part[1],), False)
+
+
+def _closed(name: str, joints: Sequence[_Joint], factors: Mapping[str, Expr]) -> frozenset[str] | None:
+    """Return the factor with all that are cut if it is, or None if one of them cannot be."""
+    chosen, grows = {name}, True
+    while grows:
+        grows = False
+        for each in joints:
+            cut = not chosen.isdisjoint(each.whole)
+            if not cut and not (each.complete and any(not chosen.isdisjoint(dim) for dim in each.pieces)):
+                continue
+            for dim in (each.whole, *each.pieces):
+                if not chosen.isdisjoint(dim):
+                    continue
+                options = _by_promise(dim, factors)
+                if not options:  # one token more, as that of a class
+                    return None
+                chosen.add(options[0])
+                grows = True
+    return frozenset(chosen)
+
+
+def _with_runs(chosen: frozenset[str], joints: Sequence[_Joint], factors: Mapping[str, Expr]) -> dict[str, Runs] | None:
+    """Return the runs of every factor that is cut; None if one is joined in two ways."""
+    out: dict[str, Runs] = {name: ((1, factors[name].value or 0),) for name in chosen}
+    for _ in joints:  # what is joined may be joined again
+        before = dict(out)
+        for each in joints:
+            if not each.complete or len(each.whole) != 1 or each.whole[0] not in chosen:
+                continue
+            pieces = [runs_of(dim, factors, out) for dim in each.pieces]
+            out[each.whole[0]] = in_short([run for piece in pieces if piece is not None for run in piece])
+        if out == before:
+            break
+    sizes = all(num_tokens(runs) == factors[name].value for name, runs in out.items())
+    return out if sizes else None
+
+
+@dataclass
+class _Rewrite:
+    """Makes the sizes of some factors multiples of `s`, with nodes that take parts of what is made whole."""
+
+    graph: ModelGraph
+    parts: Mapping[str, Runs]
+    whole: dict[str, str] = field(default_factory=dict)  # factor that is cut -> that of the same size which is not
+
+    def __post_init__(self) -> None:
+        self.length = math.gcd(*(tokens for runs in self.parts.values() for _, tokens in runs))
+        self.factors = dict(self.graph.factors)
+        for name, runs in self.parts.items():
+            self.factors[name] = _S * (num_tokens(runs) // self.length)
+
+    def run(self) -> ModelGraph | None:
+        """Return the graph, or None if no input has the length, or a block makes both whole sequences and parts."""
+        graph, free = self.graph, self.graph.free_calls()
+        kinds: dict[str, set[bool]] = {}
+        for call in graph.calls:
+            kinds.setdefault(call.block, set()).add(call.name in free)
+        shared = any(len(kinds.get(n, ())) > 1 and self._is_cut(b) for n, b in graph.blocks.items())
+        if shared or not any(self._cut(graph.values[name].dims) for name in graph.inputs):
+            return None
+        blocks = {n: self._block(b, is_free=True in kinds.get(n, ())) for n, b in graph.blocks.items()}
+        return replace(
+            graph,
+            factors=self.factors,
+            values={name: self._shaped(value) for name, value in graph.values.items()},
+            blocks=blocks,
+            bounds={**graph.bounds, "s": (self.length, self.length)},
+            parts=dict(self.parts),
+        )
+
+    def _is_cut(self, block: Block) -> bool:
+        return any(self._cut(value.dims) for value in block.values.values())
+
+    def _cut(self, dims: tuple[Dim, ...] | None) -> list[int]:
+        """Return the dims with a factor that is cut."""
+        return [i for i, dim in enumerate(dims or ()) if not self.parts.keys().isdisjoint(dim)]
+
+    def _shaped(self, value: Value) -> Value:
+        return replace(value, shape=tuple(product([self.factors[f] for f in dim]) for dim in value.dims or ()))
+
+    def _as_whole(self, value: Value) -> Value:
+        """Return the value with factors of its own where others of the same name are cut."""
+        for name in (f for dim in value.dims or () for f in dim if f in self.parts and f not in self.whole):
+            self.whole[name] = FreshNames(self.factors).fresh(f"{name}_whole")
+            self.factors[self.whole[name]] = self.graph.factors[name]
+        return self._shaped(
+            replace(value, dims=tuple(tuple(self.whole.get(f, f) for f in d) for d in value.dims or ()))
+        )
+
+    def _block(self, block: Block, *, is_free: bool) -> Block:
+        """Return the block; what it makes of nothing that is cut is whole, and its users take parts of it.
+
+        Args:
+            is_free: its calls make whole sequences, of which parts are taken later.
+        """
+        names = FreshNames(block.values)
+        values = {name: self._shaped(value) for name, value in block.values.items()}
+        taken: dict[str, str] = {}  # what is whole -> the rank's part of it
+        nodes: list[Node] = []
+
+        def take(name: str, source: str) -> None:
+            value, cut = block.values[name], self._cut(block.values[name].dims)
+            values[name] = self._as_whole(value)
+            for at in cut:
+                last = taken.get(name, name)
+                runs = runs_of((value.dims or ())[at], self.graph.factors, self.parts)
+                part = taken[name] = names.fresh(f"{name.rpartition('.')[2]}_part")
+                dims = tuple((value.dims or ())[i] if i <= at else d for i, d in enumerate(values[last].dims or ()))
+                values[part] = self._shaped(replace(value, name=part, dims=dims))
+                attrs = {"dim": at} if is_free else {"dim": at, "runs": runs}
+                nodes.append(Node(part, REGROUP if is_free else OWN_PART, (last,), (part,), attrs, "", source))
+
+        for name in (*block.params, *block.buffers):
+            if self._cut(block.values[name].dims):
+                take(name, "")
+        for node in block.nodes:
+            given = [taken.get(name, name) for name in node.tensor_inputs]
+            node = replace(node, inputs=tuple(n if n is None else taken.get(n, n) for n in node.inputs))
+            nodes.append(self._sliced(node, block))
+            cut = any(self._cut(values[name].dims) for name in given)
+            if not is_free and not cut and not op_has(node.op, Trait.FILLS):
+                for name in node.outputs:
+                    if self._cut(block.values[name].dims):
+                        take(name, node.source)
+        outputs = tuple(taken.get(name, name) for name in block.outputs)
+        return replace(block, nodes=tuple(nodes), values=values, outputs=outputs)
+
+    def _sliced(self, node: Node, block: Block) -> Node:
+        """Return a slice along a dim that is cut with its ends as multiples of `s`."""
+        found = sliced(node, block)
+        if found is None or not self._cut((found[0],)):
+            return node
+        ends = {}
+        for name in ("start", "end"):
+            place = node.attrs[name]
+            if isinstance(place, int) and place != INT_MAX and place % self.length == 0:
+                ends[name] = _S * (place // self.length)
+        return replace(node, attrs={**node.attrs, **ends})

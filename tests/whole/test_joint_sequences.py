@@ -1,0 +1,225 @@
+"""Sequences without an order over several ranks: an image, and an image joined with a text.
+
+Every program is compared with the module, loss and gradients in float64.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import joint_models as models
+import pytest
+import torch
+from harness import pool
+
+import autoplan
+from autoplan.capture.export import capture
+from autoplan.codegen.check import check_program
+from autoplan.codegen.program import Layouts, Program
+from autoplan.config.adapters import read_adapters
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.ops.batch import context_obstacle
+from autoplan.planning import plan_program
+from autoplan.plans.layouts import layouts_of
+from autoplan.program.adapters import with_adapters
+from autoplan.program.op_costs import OpCosts
+from autoplan.program.passes import executed
+from autoplan.program.workload import workload
+from autoplan.runtime.model import ParallelModel
+from autoplan.runtime.spec import evaluate_terms
+
+Made = tuple[torch.nn.Module, dict[str, Any]]
+MADE: dict[str, Made] = {
+    "split": models.joint(4, 3, 6),
+    "sliced": models.joint(2, 3, 10, "sliced"),
+    "columns": models.joint(3, 4, 6),  # three rows cannot be shared, so the columns of each are
+    "equal": models.joint(4, 4, 16),  # as many tokens of text as of the image
+    "cross": models.cross(3, 4, 2),
+    "frames": models.cross(8, 3, 2),
+}
+
+
+def graph_of(name: str) -> ModelGraph:
+    return capture(*MADE[name], models.square_error)
+
+
+def program_of(graph: ModelGraph, world: int, batch: int = 2, **pins: Any) -> Program:
+    return plan_program(graph, Cluster.local(world, "cpu"), pins, batch, graph.bounds["s"][0])[1]
+
+
+def step_job(rank: int, world: int, program: Program, made: Made) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients of a step on this rank; every rank of one mesh of dp 1 has the whole batch."""
+    module, batch = made
+    pm = ParallelModel(
+        program.spec,
+        program.sources,
+        dict(module.named_parameters()),
+        dict(module.named_buffers()),
+        dtype=torch.float64,
+    )
+    loss = float(pm.step(batch))
+    return loss, {n: g.numpy() for n, g in pm.gradients().items()}
+
+
+def error_of(name: str, program: Program, world: int) -> float:
+    """Return the largest error of the loss and of a gradient, relative to its largest entry."""
+    module, batch = MADE[name]
+    module.zero_grad()
+    loss = models.square_error(module(**{k: x for k, x in batch.items() if k != "target"}), batch)
+    loss.backward()
+    (found, gradients), *_ = pool(world).run(step_job, program, (module, batch))
+    errors = [abs(found - loss.item()) / loss.item()]
+    wanted = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    assert wanted.keys() == gradients.keys()  # but for those of the last text, which nobody reads
+    errors += [float((torch.from_numpy(gradients[n]) - x).abs().max() / x.abs().max()) for n, x in wanted.items()]
+    return max(errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "runs"),
+    [
+        ("split", 2, {((1, 4),), ((1, 6),), ((1, 6), (1, 12))}),
+        ("sliced", 2, {((1, 2),), ((1, 10),), ((1, 10), (1, 6))}),
+        ("columns", 2, {((1, 4),), ((1, 6),), ((1, 6), (3, 4))}),
+        ("equal", 4, {((1, 4),)}),
+        ("cross", 4, {((1, 4),)}),
+        ("frames", 8, {((1, 8),)}),
+    ],
+)
+def test_which_tokens_ranks_share(name: str, length: int, runs: set[Any]) -> None:
+    """Rows of the image, or its frames or columns if more powers of two divide them, and what is joined with them."""
+    graph = graph_of(name)
+    assert context_obstacle(graph) is None
+    assert graph.bounds["s"] == (length, length) and set(graph.parts.values()) == runs
+    assert ModelGraph.from_json(graph.to_json()) == graph
+
+
+@pytest.mark.parametrize("how", ["causal", "turned", "beside"])
+def test_what_sees_an_order_is_refused_by_name(how: str) -> None:
+    """A causal mask over joined parts, values joined in another order than keys, a split beside the joint."""
+    graph = capture(*models.joint(4, 3, 6, how), models.square_error)
+    assert not graph.parts
+    with pytest.raises(PinError, match=r"cp=2: attention at .*joint_models.py:\d+ cannot be computed for a part"):
+        plan_program(graph, Cluster.local(2, "cpu"), {"cp": 2}, 2, 8)
+
+
+def test_tokens_that_cannot_be_shared_are_named() -> None:
+    graph = capture(*models.joint(4, 3, 7), models.square_error)
+    with pytest.raises(PinError, match="7 tokens of Joint cannot be cut into equal parts over cp=2"):
+        program_of(graph, 2, cp=2)
+    with pytest.raises(PinError, match=r"6 tokens of Joint cannot be cut into equal parts over cp=4.*: cp=2"):
+        program_of(graph_of("split"), 4, cp=4)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("split", "gather"), ("sliced", "ring"), ("columns", "ulysses"), ("equal", "ring"), ("cross", "gather"),
+     ("frames", "ring")],
+)  # fmt: skip
+def test_ranks_that_share_tokens_compute_what_the_module_does(name: str, method: str) -> None:
+    """Odd parts, too: nine tokens per rank of "split" and "columns"."""
+    program = program_of(graph_of(name), 2, cp=2, context_method=method)
+    assert f"{method}='cp'" in program.sources["stage0.py"]
+    assert error_of(name, program, 2) < 1e-9
+
+
+@pytest.mark.processes
+def test_beside_tensor_parallelism() -> None:
+    program = program_of(graph_of("sliced"), 4, cp=2, tp=2)
+    check_program(program.spec, program.sources)
+    assert error_of("sliced", program, 4) < 1e-9
+
+
+def output_job(rank: int, world: int, program: Program, made: Made) -> torch.Tensor:
+    module, batch = made
+    pm = ParallelModel(
+        program.spec,
+        program.sources,
+        dict(module.named_parameters()),
+        dict(module.named_buffers()),
+        dtype=torch.float64,
+    )
+    _, found = pm.eval_outputs(batch)
+    (output,) = found.values()
+    return output
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["split", "columns"])
+def test_outputs_are_put_together(name: str) -> None:
+    module, batch = MADE[name]
+    want = module(**{k: x for k, x in batch.items() if k != "target"})
+    for found in pool(2).run(output_job, program_of(graph_of(name), 2, cp=2), MADE[name]):
+        assert (found - want).abs().max() < 1e-9
+
+
+@pytest.mark.processes
+def test_a_joint_that_is_ignored_is_seen() -> None:
+    """The same program with tables of positions that are cut as one sequence."""
+    program = program_of(graph_of("split"), 2, cp=2, context_method="gather")
+    text = program.sources["stage0.py"]
+    wrong = text.replace("((1, 6), (1, 12))", "((1, 18),)")
+    assert text.count("((1, 6), (1, 12))") == 2  # cosines and sines
+    assert error_of("split", Program(program.spec, {"stage0.py": wrong}), 2) > 1e-3
+
+
+def test_what_is_sent_is_priced() -> None:
+    """Keys and values of joint attention; nothing for attention to a text that every rank has."""
+    for name, num_gathers in (("split", 2), ("cross", 2)):
+        graph = graph_of(name)
+        plan, program = plan_program(
+            graph, Cluster.local(2, "cpu"), {"cp": 2, "context_method": "gather"}, 2, graph.bounds["s"][0]
+        )
+        layouts: Layouts = layouts_of(plan, graph)
+        env = {"b": plan.config.micro_batch_size, "s": graph.bounds["s"][0] // 2, "t": 7}
+        costs = OpCosts(graph, layouts.axes, env, context=2, methods=layouts.context)
+        work = workload(graph, layouts.selection, costs, executed(layouts.mesh, layouts.context).experts)
+        counted = Counter(
+            (c.kind, c.phase, round(c.num_bytes))
+            for call in graph.calls
+            for c in work.blocks[call.block].comms
+            if c.axis == "cp"
+        )
+        listed = Counter((e.kind, e.phase, evaluate_terms(e.bytes, env)) for e in program.spec.ledger if e.axis == "cp")
+        listed = Counter({key: n for key, n in listed.items() if key[1] in ("forward", "backward")})
+        assert counted == listed
+        assert sum(n for (kind, *_), n in counted.items() if kind == "all_gather") == num_gathers * 2  # of two layers
+
+
+def test_arithmetic_is_shared_out() -> None:
+    """A rank of two has half of the products of joint attention, and of attention to a text."""
+    for name in ("split", "cross"):
+        graph, total = graph_of(name), []
+        for cp in (1, 2):
+            pins = {"cp": cp, "tp": 1, "pp": 1, "recompute": "none", "num_micro_batches": 1}
+            plan, _ = plan_program(graph, Cluster.local(cp, "cpu"), pins, 2, graph.bounds["s"][0])
+            layouts = layouts_of(plan, graph)
+            env = {"b": 2, "s": graph.bounds["s"][0] // cp, "t": 7}
+            costs = OpCosts(graph, layouts.axes, env, context=cp, methods=layouts.context)
+            work = workload(graph, layouts.selection, costs)
+            total.append(sum(op.flops for c in graph.calls for op in work.blocks[c.block].ops if op.op == "attention"))
+        assert total[0] == 2 * total[1] > 0
+
+
+def test_the_search_shares_long_sequences() -> None:
+    """One image of 16,384 patches on four devices: without a pin, sequences are shared among them."""
+    module, batch = models.joint(128, 128, 128)
+    batch = {name: x[:1] for name, x in batch.items()}
+    found = autoplan.plan(
+        module.float(), "4xh100", example_inputs={n: x.float() for n, x in batch.items()}, loss_fn=models.square_error,
+        global_batch_size=1, verify=False,
+    )  # fmt: skip
+    assert found.config.cp > 1, found
+
+
+def test_adapters_keep_the_parts() -> None:
+    """Factors are inferred again when layers get adapters, and keep their runs under their new names."""
+    graph = graph_of("split")
+    adapted = with_adapters(graph, read_adapters("lora:2:all-linear"))
+    assert sorted(adapted.parts.values()) == sorted(graph.parts.values())
+    assert context_obstacle(adapted) is None
+    assert {adapted.factors[name] for name in adapted.parts} == {graph.factors[name] for name in graph.parts}
