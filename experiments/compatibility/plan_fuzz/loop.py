@@ -222,7 +222,7 @@ def _accepted(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def _backward_coupled(
-    model: nn.Module, task: Task, batches: list[Batch], sizes: tuple[int, ...], num_each: int
+    model: nn.Module, task: Task, batches: list[Batch], sizes: tuple[int, ...], num_each: int, scale: float = 1.0
 ) -> float:
     """Run every whole micro-batch in sequence: micro-batch i of all data-parallel ranks, `num_each` of each batch."""
     total, parts, num = 0.0, [], num_each * len(batches)
@@ -240,7 +240,7 @@ def _backward_coupled(
             loss = (loss - aux) * count / sum(labels) + aux / num if count else aux / num
         else:
             loss = loss / num
-        loss.backward()
+        (loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale).backward()
         total += float(loss.detach())
     return total
 
@@ -262,20 +262,27 @@ def groups_of(named: Iterable[tuple[str, nn.Parameter]], how: str) -> list[Any]:
 
 @dataclass
 class Alone:
-    """The untouched module with an optimizer of torch, in one process, that repeats what a program did."""
+    """The untouched module with an optimizer of torch, in one process, that repeats what a program did.
+
+    Attributes:
+        initial: values; None: those of a seed.
+        narrow: a dtype of 16 bits of the whole module, which then stops at the first gradients; None: as usual.
+    """
 
     case: Case
     task: Task
     log: Log = field(default_factory=Log)
-    initial: Mapping[str, torch.Tensor] | None = None  # values; None: those of a seed
+    initial: Mapping[str, torch.Tensor] | None = None
+    narrow: torch.dtype | None = None
 
     def run(self, made: list[Made]) -> Log:
         """Train as a program did that took these samples with so many micro-batches. The loop has the case's steps."""
         case, log, task = self.case, self.log, self.task
-        dtype = dtype_alone(case)
-        model = make_model(case, task, dtype=dtype)
+        dtype = self.narrow or dtype_alone(case)
+        model = make_model(case, task, dtype=dtype_alone(case))
         if self.initial is not None:
             model.load_state_dict(self.initial)
+        model.to(dtype)
         optimizer = self._optimizer(model)
         schedule = schedule_of(optimizer, case)
         scaler = Scaler(case)
@@ -292,18 +299,21 @@ class Alone:
             optimizer.zero_grad()
             batches = [make_batch(case, task, 10 * index + k, total, step.length, dtype) for k in range(step.batches)]
             if task.coupled:
-                loss = _backward_coupled(model, task, batches, sizes, num)
+                loss = _backward_coupled(model, task, batches, sizes, num, self.scale)
             else:
                 whole = {n: torch.cat([b[n] for b in batches]) for n in batches[0]}
                 found, _ = _loss_alone(model, task, whole)
-                found.backward()
+                (found.to(dtype_alone(case)) * self.scale).backward()
                 loss = float(found.detach())
             log.numbers.append((f"loss {index}", loss))
             log.numbers += scaler.numbers(index, overflowed)
             if overflowed:
                 optimizer.zero_grad()
             if not log.gradients:
-                log.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+                grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+                log.gradients = {n: g.to(dtype_alone(case), copy=True) / self.scale for n, g in grads.items()}
+            if log.gradients and self.narrow is not None:
+                return log
             if step.update == "eval":
                 self._evaluate(model, index, total, "")
             self._update(model, optimizer, schedule, index, overflowed)
@@ -320,6 +330,11 @@ class Alone:
         log.parameters = {n: x.detach().clone() for n, x in model.state_dict().items()}
         log.parameters |= transient_of(model)
         return log
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied by for a backward in float16."""
+        return 2.0**10 if self.narrow is torch.float16 else 1.0
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         how = self.case.optimizer
