@@ -63,6 +63,7 @@ UNREAD = "unread"  # a tensor of a batch
 LEFT_OUT = "*norm*"  # parameters that lose their gradient
 Made = tuple[tuple[int, ...], int, bool]  # samples of each data-parallel rank, micro-batches, and if it overflowed
 SKIPPED: Made = ((), 0, False)
+_LARGEST_SCALE = 2.0**12  # of a loss that is float16 itself
 SHRUNK = 0.97  # what a state is multiplied by when it is loaded again
 
 
@@ -290,6 +291,7 @@ class Alone:
         for index, step in enumerate(case.steps):
             sizes, num, overflowed = next(left, SKIPPED)
             scaler.set(step)
+            scale = min(scaler.scale, _LARGEST_SCALE) if self.narrow is torch.float16 else 1.0
             if not sizes:
                 continue
             total = sum(sizes)
@@ -299,11 +301,11 @@ class Alone:
             optimizer.zero_grad()
             batches = [make_batch(case, task, 10 * index + k, total, step.length, dtype) for k in range(step.batches)]
             if task.coupled:
-                loss = _backward_coupled(model, task, batches, sizes, num, self.scale)
+                loss = _backward_coupled(model, task, batches, sizes, num, scale)
             else:
                 whole = {n: torch.cat([b[n] for b in batches]) for n in batches[0]}
                 found, _ = _loss_alone(model, task, whole)
-                (found.to(dtype_alone(case)) * self.scale).backward()
+                (found.to(dtype_alone(case)) * scale).backward()
                 loss = float(found.detach())
             log.numbers.append((f"loss {index}", loss))
             log.numbers += scaler.numbers(index, overflowed)
@@ -311,7 +313,7 @@ class Alone:
                 optimizer.zero_grad()
             if not log.gradients:
                 grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-                log.gradients = {n: g.to(dtype_alone(case), copy=True) / self.scale for n, g in grads.items()}
+                log.gradients = {n: g.to(dtype_alone(case), copy=True) / scale for n, g in grads.items()}
             if log.gradients and self.narrow is not None:
                 return log
             if step.update == "eval":
@@ -330,11 +332,6 @@ class Alone:
         log.parameters = {n: x.detach().clone() for n, x in model.state_dict().items()}
         log.parameters |= transient_of(model)
         return log
-
-    @property
-    def scale(self) -> float:
-        """What the loss is multiplied by for a backward in float16."""
-        return 2.0**10 if self.narrow is torch.float16 else 1.0
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         how = self.case.optimizer
@@ -406,11 +403,11 @@ class Scaler:
 
     def __init__(self, case: Case) -> None:
         self._in_use = case.precision.startswith("fp16")
-        self._scale, self._tracker, self._interval = 2.0**16, 0, case.growth_interval or 2000
+        self.scale, self._tracker, self._interval = 2.0**16, 0, case.growth_interval or 2000
 
     def set(self, step: Step) -> None:
         """Take a scale that a step begins with."""
-        self._scale = step.scale or self._scale
+        self.scale = step.scale or self.scale
 
     def numbers(self, index: int, overflowed: bool) -> list[tuple[str, float]]:
         """Return what the scale is after a step."""
@@ -418,7 +415,7 @@ class Scaler:
             return []
         self._tracker = 0 if overflowed else self._tracker + 1
         if overflowed:
-            self._scale *= 0.5
+            self.scale *= 0.5
         elif self._tracker == self._interval:
-            self._scale, self._tracker = self._scale * 2, 0
-        return [(f"scale {index}", self._scale)]
+            self.scale, self._tracker = self.scale * 2, 0
+        return [(f"scale {index}", self.scale)]
