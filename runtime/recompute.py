@@ -175,6 +175,8 @@ class Regions:
 class OffloadedActivations:
     """Context of one forward of a block: tensors that autograd saves are offloaded to the host, each storage once.
 
+    A tensor that was changed in place before it was saved is copied alone.
+
     Like `torch.autograd.graph.save_on_cpu`, but without copying parameters or several views of one storage, or what is
     on the host already. On a CPU it copies too, so that the same code runs everywhere, but not back, since the copy is
     where it is needed. On CUDA the copies run beside the computation (`autoplan.runtime.side_stream`), so an operation
@@ -221,6 +223,12 @@ class OffloadedActivations:
         key = storage._cdata
         if key in self._resident or (self._side is not None and x.device.type != self._side.device.type):
             return x
+        if x._version:
+            # Kernels of recurrent layers compute the gates in place, in parts of one tensor (`unsafe_chunk`). What was
+            # copied with another part, before this one was computed, is not this part.
+            x = x.detach().clone(memory_format=torch.contiguous_format)
+            storage = _storage(x)
+            key = storage._cdata
         found = self._moved.get(key)
         if found is None or _gone(found[0]):
             found = self._moved[key] = (_watch(storage), _Moved(x, storage, self))

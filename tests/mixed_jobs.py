@@ -11,6 +11,7 @@ import torch.distributed as dist
 from parity import Case, full_tensors, global_batch, part_of
 
 import autoplan
+from autoplan.runtime.compression import Compressor, PowerSGD
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.params import local_of
 from autoplan.runtime.spec import ProgramSpec
@@ -154,10 +155,28 @@ def given_in_16_bits(rank: int, world: int, zero: int) -> tuple[list[float], dic
     return losses, {n: str(t.dtype) for n, t in state.items()}
 
 
-def _sent_share(compressor: Any) -> float:
-    """The share of numbers that PowerSGD sent since it began; 1 before it begins, and without it."""
-    total = getattr(compressor._state, "total_numel_before_compression", 0)
-    return float(compressor._state.total_numel_after_compression / total) if total else 1.0
+def products_compressed(rank: int, world: int, of_rank: int, dtype_name: str) -> dict[str, Any]:
+    """How far the sums of products of two vectors are off under PowerSGD, beside zeros and before and after a NaN."""
+    found: dict[str, list[float]] = {"plain": [], "after it": []}
+    dtype, bad = getattr(torch, dtype_name), True
+    for name in found:
+        made = PowerSGD(rank=of_rank, start_step=2, min_compression_rate=0.5, error_feedback=name == "after it")
+        compressor = Compressor(made, dist.group.WORLD)
+        left, right = torch.linspace(-1, 2, 30, dtype=torch.float64), torch.linspace(3, -1, 20, dtype=torch.float64)
+        product = torch.outer(left, right).view(30, 4, 5)
+        for step in range(8):
+            whole = (product * (1 + step) * (step != 3)).to(dtype)
+            mine = (whole * (step > 3 or rank)).mT.contiguous().mT  # its dims are stored in another order
+            if name == "after it" and step == 4:
+                mine.fill_(torch.nan)
+            compressor.reduce([[torch.ones(3, dtype=dtype), mine]])
+            want = whole.double() * (world if step > 3 else world - 1)
+            error = float((mine.double() - want).norm() / want.norm().clamp(min=1e-9))
+            if name == "after it" and step == 4:
+                bad = bool(mine.isnan().all())
+            elif name == "plain" or step > 4:
+                found[name].append(error)
+    return {**found, "not finite": bad}
 
 
 def compressed(
@@ -201,5 +220,5 @@ def compressed(
         "losses": losses,
         "gradients": gradients if rank == 0 else [],
         "same": case.ep > 1 or torch.equal(highest, lowest),
-        "share": _sent_share(compressors[0]) if compressors else 1.0,
+        "share": compressors[0].sent_share if compressors else 1.0,
     }

@@ -45,6 +45,15 @@ def test_of_full_rank_nothing_is_lost(case: Case) -> None:
     assert worst(narrow["gradients"][2], want["gradients"][2])[0] > 1e-2
 
 
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_a_matrix_that_was_zero_or_not_finite_is_sent_again(rank: int) -> None:
+    """Of rank 1, 2 or 4, a gradient of rank 1 is sent as it is, also in 16 bits, and after a step without any."""
+    for dtype, limit in (("float64", 1e-12), ("bfloat16", 0.02)):
+        for rows in pool(2).run(mixed_jobs.products_compressed, rank, dtype, timeout_s=60):
+            assert max(rows["plain"]) < limit, rows  # and so after a step of zeros
+            assert rows["not finite"] and max(rows["after it"]) < limit, rows
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_16_bits_are_those_of_pytorch(name: str) -> None:
     """Every rank's sum in 16 bits, divided by the number of ranks, and added in 16 bits: by hand, bit by bit."""

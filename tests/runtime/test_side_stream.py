@@ -11,6 +11,7 @@ import pytest
 import torch
 from one_stage import stage_of
 from parity import Case
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -323,3 +324,18 @@ def test_a_model_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert races.found == [] and follows == [False, True, True, True]
         assert any(stream == "copies" for stream, _, _ in races.log) is beside
     assert all(torch.equal(g, grads[1][n]) for n, g in grads[0].items())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_gates_that_are_computed_in_place_are_offloaded_as_they_are(kind: type[nn.Module]) -> None:
+    """Kernels of recurrent layers compute parts of one tensor in place, each before it is saved: none is another's."""
+    torch.manual_seed(0)
+    layer = kind(5, 6, num_layers=2, bidirectional=True, batch_first=True).double()
+    found = []
+    for offloads in (False, True):
+        x = torch.linspace(-1, 1, 3 * 4 * 5, dtype=torch.float64).view(3, 4, 5).requires_grad_()
+        with OffloadedActivations(layer.parameters()) if offloads else contextlib.nullcontext():
+            out, _ = layer(x)
+        found.append(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)

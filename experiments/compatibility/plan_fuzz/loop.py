@@ -63,6 +63,7 @@ UNREAD = "unread"  # a tensor of a batch
 LEFT_OUT = "*norm*"  # parameters that lose their gradient
 Made = tuple[tuple[int, ...], int, bool]  # samples of each data-parallel rank, micro-batches, and if it overflowed
 SKIPPED: Made = ((), 0, False)
+_LARGEST_SCALE = 2.0**12  # of a loss that is float16 itself
 SHRUNK = 0.97  # what a state is multiplied by when it is loaded again
 
 
@@ -222,7 +223,7 @@ def _accepted(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def _backward_coupled(
-    model: nn.Module, task: Task, batches: list[Batch], sizes: tuple[int, ...], num_each: int
+    model: nn.Module, task: Task, batches: list[Batch], sizes: tuple[int, ...], num_each: int, scale: float = 1.0
 ) -> float:
     """Run every whole micro-batch in sequence: micro-batch i of all data-parallel ranks, `num_each` of each batch."""
     total, parts, num = 0.0, [], num_each * len(batches)
@@ -240,7 +241,7 @@ def _backward_coupled(
             loss = (loss - aux) * count / sum(labels) + aux / num if count else aux / num
         else:
             loss = loss / num
-        loss.backward()
+        (loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale).backward()
         total += float(loss.detach())
     return total
 
@@ -262,20 +263,27 @@ def groups_of(named: Iterable[tuple[str, nn.Parameter]], how: str) -> list[Any]:
 
 @dataclass
 class Alone:
-    """The untouched module with an optimizer of torch, in one process, that repeats what a program did."""
+    """The untouched module with an optimizer of torch, in one process, that repeats what a program did.
+
+    Attributes:
+        initial: values; None: those of a seed.
+        narrow: a dtype of 16 bits of the whole module, which then stops at the first gradients; None: as usual.
+    """
 
     case: Case
     task: Task
     log: Log = field(default_factory=Log)
-    initial: Mapping[str, torch.Tensor] | None = None  # values; None: those of a seed
+    initial: Mapping[str, torch.Tensor] | None = None
+    narrow: torch.dtype | None = None
 
     def run(self, made: list[Made]) -> Log:
         """Train as a program did that took these samples with so many micro-batches. The loop has the case's steps."""
         case, log, task = self.case, self.log, self.task
-        dtype = dtype_alone(case)
-        model = make_model(case, task, dtype=dtype)
+        dtype = self.narrow or dtype_alone(case)
+        model = make_model(case, task, dtype=dtype_alone(case))
         if self.initial is not None:
             model.load_state_dict(self.initial)
+        model.to(dtype)
         optimizer = self._optimizer(model)
         schedule = schedule_of(optimizer, case)
         scaler = Scaler(case)
@@ -283,6 +291,7 @@ class Alone:
         for index, step in enumerate(case.steps):
             sizes, num, overflowed = next(left, SKIPPED)
             scaler.set(step)
+            scale = min(scaler.scale, _LARGEST_SCALE) if self.narrow is torch.float16 else 1.0
             if not sizes:
                 continue
             total = sum(sizes)
@@ -292,18 +301,21 @@ class Alone:
             optimizer.zero_grad()
             batches = [make_batch(case, task, 10 * index + k, total, step.length, dtype) for k in range(step.batches)]
             if task.coupled:
-                loss = _backward_coupled(model, task, batches, sizes, num)
+                loss = _backward_coupled(model, task, batches, sizes, num, scale)
             else:
                 whole = {n: torch.cat([b[n] for b in batches]) for n in batches[0]}
                 found, _ = _loss_alone(model, task, whole)
-                found.backward()
+                (found.to(dtype_alone(case)) * scale).backward()
                 loss = float(found.detach())
             log.numbers.append((f"loss {index}", loss))
             log.numbers += scaler.numbers(index, overflowed)
             if overflowed:
                 optimizer.zero_grad()
             if not log.gradients:
-                log.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+                grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+                log.gradients = {n: g.to(dtype_alone(case), copy=True) / scale for n, g in grads.items()}
+            if log.gradients and self.narrow is not None:
+                return log
             if step.update == "eval":
                 self._evaluate(model, index, total, "")
             self._update(model, optimizer, schedule, index, overflowed)
@@ -391,11 +403,11 @@ class Scaler:
 
     def __init__(self, case: Case) -> None:
         self._in_use = case.precision.startswith("fp16")
-        self._scale, self._tracker, self._interval = 2.0**16, 0, case.growth_interval or 2000
+        self.scale, self._tracker, self._interval = 2.0**16, 0, case.growth_interval or 2000
 
     def set(self, step: Step) -> None:
         """Take a scale that a step begins with."""
-        self._scale = step.scale or self._scale
+        self.scale = step.scale or self.scale
 
     def numbers(self, index: int, overflowed: bool) -> list[tuple[str, float]]:
         """Return what the scale is after a step."""
@@ -403,7 +415,7 @@ class Scaler:
             return []
         self._tracker = 0 if overflowed else self._tracker + 1
         if overflowed:
-            self._scale *= 0.5
+            self.scale *= 0.5
         elif self._tracker == self._interval:
-            self._scale, self._tracker = self._scale * 2, 0
-        return [(f"scale {index}", self._scale)]
+            self.scale, self._tracker = self.scale * 2, 0
+        return [(f"scale {index}", self.scale)]

@@ -146,6 +146,8 @@ class _Loop:
                 continue
             if self.made is None or self.made[index : index + 1] not in ([], [SKIPPED]):
                 self.turn(index, step)
+            elif step.before and self.made[index : index + 1]:
+                self.evaluate_alone(index, step)
             if step.after == "restart" and self.made is None:
                 self.save(self.folder / "restarts", wait=False)
                 self.log.restarts = True
@@ -346,6 +348,12 @@ class _Loop:
             for name, rows in part_of(outputs, sizes, pm.data_rank).items():
                 if own[name].shape != rows.shape or not torch.allclose(own[name], rows, rtol=1e-6, atol=1e-9):
                     raise AssertionError(f"rows='own' of {name} are not those of rows='all'")
+
+    def evaluate_alone(self, index: int, step: Step) -> None:
+        """Evaluate as the program did before a step that was refused: the next evaluation draws other numbers."""
+        num_before = len(self.log.numbers), len(self.log.outputs)
+        self.evaluate(index, (self.case.example[0],), step.before)
+        del self.log.numbers[num_before[0] :], self.log.outputs[num_before[1] :]
 
     def update(self, index: int, step: Step) -> None:
         """Clip and update, or not."""
