@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autoplan.ir.graph import Call, ModelGraph
 from autoplan.ir.symbols import Expr
 from autoplan.ops.text import py
-from autoplan.program.lower import identifier
 
 
-def context_cuts(graph: ModelGraph, free: Sequence[Call], mine: Sequence[Call]) -> list[str]:
+def context_cuts(
+    graph: ModelGraph, free: Sequence[Call], mine: Sequence[Call], variable: Callable[[str], str]
+) -> list[str]:
     """Return the lines that cut what calls read of whole sequences: inputs, and results of calls without parameters.
 
     After them s is the size of the part.
+
+    Args:
+        variable: of a value by name.
     """
     whole = {*graph.inputs, *(v for call in free for v in call.outputs)}
     axis, lines = "cp", []
@@ -21,7 +25,7 @@ def context_cuts(graph: ModelGraph, free: Sequence[Call], mine: Sequence[Call]) 
         value = graph.values[name]
         dims = [i for i, size in enumerate(value.shape) if "s" in size.symbols]
         for dim in dims:
-            var = identifier(name)
+            var = variable(name)
             if value.shape[dim] == Expr.symbol("s"):
                 cut = f"context_part({var}, {axis!r}, {dim})"
             else:  # flattened with the batch
