@@ -35,11 +35,18 @@ def test_two_ranks_train_a_recurrent_model(pins: dict[str, Any]) -> None:
         assert loss < 1e-12 and gradients < 1e-10
 
 
-def test_random_numbers_between_layers_are_refused() -> None:
-    model = recurrent_models.LanguageModel(nn.LSTM(32, 32, 2, dropout=0.1, batch_first=True))
-    with pytest.raises(CaptureError, match=r"lstm with dropout=0\.1 between its layers .* nn\.Dropout between them"):
-        capture(model, models.token_batch(4, 16), recurrent_models.loss)
-    capture(model.eval(), models.token_batch(4, 16), recurrent_models.loss)
+@pytest.mark.parametrize("layers", [nn.LSTM, nn.GRU])
+def test_dropout_between_layers_stands_between_ops_of_one_layer(layers: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    model = recurrent_models.LanguageModel(layers(32, 16, 3, dropout=0.25, batch_first=True, bidirectional=True))
+    batch = models.token_batch(4, 16)
+    graph = capture(model, batch, recurrent_models.loss)
+    ops = [n.op for b in graph.blocks.values() for n in b.nodes]
+    assert ops.count("recurrent") == 3 and ops.count("dropout") == 2
+    outcome = verify_whole(VerifyTask(model, graph, batch, recurrent_models.loss), limit_s=60.0)
+    assert outcome.done and "in float64" in outcome.text, outcome.text
+    evaluated = capture(model.eval(), batch, recurrent_models.loss)
+    assert [n.op for b in evaluated.blocks.values() for n in b.nodes].count("dropout") == 0
 
 
 def test_packed_sequences_are_refused() -> None:
