@@ -1,4 +1,4 @@
-"""Losses weighed by learned uncertainties (Kendall, Gal, Cipolla 2018): each stands twice, once as a term of its own."""
+"""Losses weighed by learned uncertainties (Kendall, Gal, Cipolla 2018): each is a factor and a term."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def _ctc(
     """Write the mean of the losses as PyTorch computes it: each is divided by the length of its target first."""
     if not isinstance(input_lengths, torch.Tensor) or not isinstance(target_lengths, torch.Tensor):
         raise CaptureError(
-            "ctc_loss is given lengths that are numbers, which a graph would keep for every batch; give tensors [batch], "
-            "of the batch or made by torch.full((x.shape[0],), x.shape[1])"
+            "ctc_loss is given lengths that are numbers, which a graph would keep for every batch; give tensors "
+            "[batch], of the batch or made by torch.full((x.shape[0],), x.shape[1])"
         )
     if log_probs.dim() != 3 or targets.dim() != 2:
         raise CaptureError(

@@ -37,10 +37,15 @@ marker(
 
 def runs_dropout(function: Any, args: Sequence[Any]) -> bool:
     """Return True for a call of PyTorch's recurrent layers that drops values between its layers."""
-    if getattr(function, "__name__", "") not in _KINDS or len(args) != 9 or isinstance(args[2], torch.Tensor):
+    if getattr(function, "__name__", "") not in _KINDS or len(args) != 9:
         return False
-    layers, dropout, training = args[4:7]
+    layers, dropout, training = args[5:8] if _is_packed(args) else args[4:7]
     return bool(dropout and training and layers > 1)
+
+
+def _is_packed(args: Sequence[Any]) -> bool:
+    """Return True for the arguments of packed sequences: data, batch sizes, state, weights, and the rest."""
+    return isinstance(args[3], (list, tuple))
 
 
 def layer_by_layer(function: Callable[..., Any], args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
@@ -50,7 +55,8 @@ def layer_by_layer(function: Callable[..., Any], args: Sequence[Any]) -> tuple[t
         function: of one layer.
         args: those of PyTorch's function of all layers.
     """
-    x, state, weights, biases, layers, dropout, _, bidirectional, batch_first = args
+    x, *sizes, state, weights, biases, layers, dropout, _, bidirectional = args if _is_packed(args) else args[:-1]
+    last = [] if sizes else args[-1:]  # whether the batch is the first dim
     states = list(state) if isinstance(state, (tuple, list)) else [state]
     rows, each = 2 if bidirectional else 1, len(weights) // layers
     after = []
@@ -59,7 +65,7 @@ def layer_by_layer(function: Callable[..., Any], args: Sequence[Any]) -> tuple[t
         mine = [s[k * rows : (k + 1) * rows] for s in states]
         given = mine if isinstance(state, (tuple, list)) else mine[0]
         part = weights[k * each : (k + 1) * each]
-        x, *left = function(x, given, part, biases, 1, 0.0, True, bidirectional, batch_first)
+        x, *left = function(x, *sizes, given, part, biases, 1, 0.0, True, bidirectional, *last)
         after.append(left)
     return (x, *(torch.cat(parts) for parts in zip(*after, strict=True)))
 
@@ -73,11 +79,12 @@ class _AsOneOp(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name not in _KINDS or kwargs or len(args) != 9:
             return function(*args, **(kwargs or {}))
-        x, state, weights, biases, layers, _, _, bidirectional, batch_first = args
-        if isinstance(weights, torch.Tensor) or x.dim() != 3:
+        if _is_packed(args) or args[0].dim() != 3:
             raise CaptureError(
-                f"{name} of packed sequences is not supported; give it a tensor [batch, tokens, features]"
+                f"{name} is supported for a tensor [batch, tokens, features] (or tokens first), and for what "
+                "pack_padded_sequence makes of one"
             )
+        x, state, weights, biases, layers, _, _, bidirectional, batch_first = args
         if runs_dropout(function, args):
             with self:
                 return layer_by_layer(function, args)
