@@ -26,6 +26,7 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py, statistics.py, autoplan/verify/wide.py) | recorded collectives are told apart by forward, backward and recompute; a recompute updates no running statistics; a backward under a TorchFunctionMode, which torch.autograd.backward leaves | |
 | _foreach_norm, _foreach_mul_ (in norm.py) | a few kernels for the gradients of all parameters, as in torch.nn.utils.get_total_norm, which adds in the dtype of the gradients | |
 | _foreach_copy_, _foreach_add_, _amp_foreach_non_finite_check_and_unscale_ (in precision.py) | a few kernels for the 16-bit copies of all parameters, and for unscaling all gradients, as in torch.amp.GradScaler | |
+| _C._SetExcludeDispatchKeyGuard, _C.DispatchKey (`autograd_inside`) | the backward of an operator of our own computes its forward again with torch's derivatives, which a kernel is called without | |
 | _assert_async (in experts.py) | an index beyond the experts is refused without a wait for the device | |
 | UntypedStorage._cdata (in recompute.py, recorded.py) | tells views of an argument from other values | |
 | is_meta in the functions of torch.nn.init, _C.DisableTorchFunction (in values.py) | a function that asks is_meta does nothing on the meta device: its frame is the call that is recorded; replays are seen by no mode | |
@@ -104,6 +105,17 @@ def share_memory(group: dist.ProcessGroup) -> None:
     with warnings.catch_warnings():  # "no need to call it", but inductor still asks whether somebody did
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(group.group_name)
+
+
+@contextlib.contextmanager
+def autograd_inside() -> Iterator[None]:
+    """Record derivatives inside the kernel of an operator, also where a mode of dispatch calls it."""
+    keys = torch._C.DispatchKey
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.ADInplaceOrView):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        yield
 
 
 def in_graph() -> bool:

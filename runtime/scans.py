@@ -59,13 +59,20 @@ def _tensors(result: Any) -> Any:
 
 
 def _common_types(path: str, tensors: list[torch.Tensor]) -> dict[Any, Any]:
-    """Return the types of the result: V where an argument is, else those of the arguments."""
+    """Return the types of the result: V where an argument is, else those of the arguments.
+
+    Whole numbers have no gradient, so that R and I are the same for them.
+    """
     out: dict[Any, Any] = {}
-    for x in tensors:
+    for x in sorted(tensors, key=_has_no_gradient):
         for axis, kind in spmd_types.get_local_type(x).items():
             if kind is P:
                 raise spmd_types.SpmdTypeError(f"{path}: an argument is a pending sum on {axis}")
             before = out.setdefault(axis, kind)
-            if before is not kind:
+            if before is not kind and (kind is V or not _has_no_gradient(x)):
                 out[axis] = V if V in (before, kind) else R
     return out
+
+
+def _has_no_gradient(x: torch.Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from rule_case import ENV, Case, T, X, case, same
+from torch.nn.utils import rnn
 
 from autoplan.ir.symbols import Expr
 
@@ -22,6 +23,14 @@ def _gru(x: T.Tensor, state: T.Tensor, *weights: T.Tensor) -> Any:
     return T.gru(x, state, weights, False, 1, 0.0, True, True, False)
 
 
+def _packed_lstm(x: T.Tensor, *rest: T.Tensor) -> Any:
+    layer = T.nn.LSTM(8, 8, bidirectional=True, batch_first=True).double()
+    names = [n for n, _ in layer.named_parameters()]
+    rows = rnn.pack_padded_sequence(x, rest[-1], batch_first=True, enforce_sorted=False)
+    out, state = T.func.functional_call(layer, dict(zip(names, rest[2:-1], strict=True)), (rows, rest[:2]))
+    return rnn.pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])[0], *state
+
+
 RECURRENT = [
     case(
         "recurrent",
@@ -36,6 +45,18 @@ RECURRENT = [
         ["s, b, minor", "two, b, head"],
         _gru,
         **dict(kind="gru", biases=False, layers=1, bidirectional=True, batch_first=False, states=1),
+    ),
+    case(
+        "recurrent",
+        [
+            "b, s, hidden",
+            *["two, b, value"] * 2,
+            *["four value, hidden", "four value, value", *["four value"] * 2] * 2,
+            "count8: b",
+        ],
+        ["b, s, two value", "two, b, value", "two, b, value"],
+        _packed_lstm,
+        **dict(kind="lstm", biases=True, layers=1, bidirectional=True, batch_first=True, states=2, by_length=True),
     ),
 ]
 

@@ -2,7 +2,7 @@
 
 Tensors are written by their factors: `"b, s, kv group head"` is [b, s, kv*group*head], `1` a dim of size 1, `[]` a
 scalar. A word before `:` says what is in it: `const` has no gradient, `pos` is positive, `int16` holds integers below
-16, `target16` also -100, `bool`, `f32` and `complex` are dtypes.
+16, `target16` also -100, `count8` numbers from 1 to 8, `bool`, `f32` and `complex` are dtypes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Case:
             mine = mark in ("", "pos", "f32", "complex")
             grad |= mine
             out[f"x{i}"] = _value(
-                f"x{i}", dims, _DTYPES.get(mark, "int64" if mark[:3] in ("int", "tar") else "float64"), mine
+                f"x{i}", dims, _DTYPES.get(mark, "int64" if mark[:3] in ("int", "tar", "cou") else "float64"), mine
             )
         for i, text in enumerate(self.outputs):
             mark, dims = _read(text)
@@ -83,6 +83,8 @@ class Case:
             g = torch.Generator().manual_seed(seed * 31 + i)
             if mark.startswith("int"):
                 x = torch.randint(int(mark[3:]), shape, generator=g)
+            elif mark.startswith("count"):
+                x = torch.randint(1, int(mark[5:]) + 1, shape, generator=g)
             elif mark.startswith("target"):
                 x = torch.randint(int(mark[6:]), shape, generator=g)
                 x[torch.rand(shape, generator=g) < 0.2] = -100

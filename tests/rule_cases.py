@@ -176,6 +176,14 @@ PRODUCTS = [
         "embedding", ["two minor, hidden", "int16: b s"], "b s, hidden", lambda w, i: F.embedding(i, w), padding_idx=-1
     ),
     case(
+        "ctc_losses",
+        ["s, b, vocab", "int16: b, two", "int8: b", "int3: b"],
+        "b",
+        lambda x, *given: F.ctc_loss(x, *given, reduction="none", zero_infinity=True),
+        blank=0,
+        zero_infinity=True,
+    ),
+    case(
         "cross_entropy_sum",
         ["b s, vocab", "target16: b s"],
         "[]",

@@ -44,6 +44,7 @@ from autoplan.capture.frontend.lengths import length_symbols, target_inputs
 from autoplan.capture.frontend.lengths_held import Lengths, of_every_batch
 from autoplan.capture.frontend.masks import Ledger
 from autoplan.capture.frontend.own_backward import checked_backwards, refuse_gradient_hooks
+from autoplan.capture.frontend.packed import capture_packed
 from autoplan.capture.frontend.pending_scores import ScoresMode
 from autoplan.capture.frontend.recurrences import find_scans
 from autoplan.capture.frontend.recurrent import capture_recurrent
@@ -329,6 +330,7 @@ def _patched(
         experts = stack.enter_context(loops.active())
         recurrent = stack.enter_context(capture_recurrent())
         stack.enter_context(scans.active())
+        stack.enter_context(capture_packed())
         stack.enter_context(capture_transformers())
         batch_norms = stack.enter_context(capture_batch_norm(model))
         if holds_hf_model(model):

@@ -579,14 +579,12 @@ class Translator:
                 item = IrOp("constant", (), {"values": found.values})
                 found.names[layer] = self._emit(item, (), [found.meta], source_of(node), scope_of(node))[0]
             return found.names[layer]
-        if isinstance(found, Assembly):
-            if not found.name:
-                at = node if found.parts else found.node
-                where, scope = source_of(at), scope_of(at)
-                found.name = finish(
-                    found, where, lambda item, like: self._emit(item, item.tensors, [like], where, scope)[0]
-                )
-            return found.name
+        if isinstance(found, (Assembly, Window)):
+            at = found.node if isinstance(found, Assembly) and not found.parts else node
+            like, where, scope = node.meta["val"], source_of(at), scope_of(at)
+            return finish(
+                found, like, where, lambda item, meta: self._emit(item, item.tensors, [meta], where, scope)[0]
+            )
         if not isinstance(found, str):
             raise CaptureError(f"{node.name} ({node.target}) is used as a tensor but is not one")
         return found

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autoplan.ir.graph import Call, ModelGraph, Value
 from autoplan.ir.symbols import Expr
 from autoplan.ops.sequence_parts import runs_of
 from autoplan.ops.text import py
-from autoplan.program.lower import identifier
 
 _AXIS = "cp"
 
 
-def context_cuts(graph: ModelGraph, free: Sequence[Call], mine: Sequence[Call]) -> list[str]:
+def context_cuts(
+    graph: ModelGraph, free: Sequence[Call], mine: Sequence[Call], variable: Callable[[str], str]
+) -> list[str]:
     """Return the lines that cut what calls read of whole sequences: inputs, and results of calls without parameters.
 
     After them s is the size of the part.
+
+    Args:
+        variable: of a value by name.
     """
     whole, lines = {*graph.inputs, *(v for call in free for v in call.outputs)}, []
     for name in dict.fromkeys(v for call in mine for v in call.inputs if v in whole):
-        value, var = graph.values[name], identifier(name)
+        value, var = graph.values[name], variable(name)
         for dim in (i for i, size in enumerate(value.shape) if "s" in size.symbols):
             lines.append(f"        {var} = {_cut(graph, value, dim, var)}")
     return lines

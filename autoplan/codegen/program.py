@@ -14,6 +14,7 @@ from autoplan.codegen.emit import Context, block_source, method_source
 from autoplan.codegen.outputs import FoundOutput, find_output, terms
 from autoplan.codegen.schedules import schedule_spec
 from autoplan.codegen.sizes import size_sources
+from autoplan.codegen.stage_names import StageNames
 from autoplan.codegen.whole_sizes import whole_sizes
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.precision import executed_precision
@@ -143,6 +144,11 @@ class _Compiler:
         more = [(unused.fresh(identifier(x)), block.values[x]) for x in block.buffers if x not in held]
         self.lowered[name] = replace(lowered, buffers=(*lowered.buffers, *more))
         return held | {value.name: attr for attr, value in more}
+
+    @functools.cached_property
+    def names(self) -> StageNames:
+        """The variables of the methods of a stage."""
+        return StageNames([self.graph, *([self.evaluation.graph] if self.evaluation is not None else [])])
 
     @functools.cached_property
     def sites(self) -> dict[str, int]:
@@ -491,16 +497,17 @@ class _Compiler:
         modules: Mapping[str, str] = MappingProxyType({}),
     ) -> list[str]:
         """Return the method of a stage that runs its calls."""
-        carried = [identifier(v) for v in self._carried(index - 1)]
-        args = ["self", *(f"{c}: Tensor" for c in carried), "*", *(f"{n}: Tensor" for n in inputs), "rng: Tensor"]
-        outs = [identifier(v) for v in self._carried(index)] or [identifier(self.graph.output)]
+        carried, outs = (list(map(self.names.of, self._carried(i))) for i in (index - 1, index))
+        outs = outs or [self.names.of(self.graph.output)]
+        given, lines_of_inputs = self.names.arguments(inputs, ["rng"])
+        args = ["self", *(f"{c}: Tensor" for c in carried), *given]
         returns = "Tensor" if len(outs) == 1 else f"tuple[{', '.join(['Tensor'] * len(outs))}]"
-        lines = [f"    def {name}({', '.join(args)}) -> {returns}:"]
+        lines = [f"    def {name}({', '.join(args)}) -> {returns}:", *lines_of_inputs]
         lines += self._prologue([*free, *mine], needs)
         for call in free:
             lines.append(f"        {self._call_text(call, False, needs, modules)}")
         if self.cut_over is not None:
-            lines += context_cuts(self.graph, free, mine)
+            lines += context_cuts(self.graph, free, mine, self.names.of)
             lines += ["        s = context_length(s, 'cp')"] * any(needs[call.block].get("s") for call in mine)
         for call in mine:
             lines.append(f"        {self._call_text(call, True, needs)}")
@@ -520,11 +527,9 @@ class _Compiler:
         used = {n for c in calls for n, yes in needs[c.block].items() if yes}
         lines = []
         sizes = size_sources(self.graph)
-        for size in (size for size in sizes if size.symbol in used):
-            part = f" // {size.times}" if size.times > 1 else ""
-            lines.append(f"        {size.symbol} = {size.input}.shape[{size.dim}]{part}")
+        lines += [f"        {size.symbol} = {self.names.size(size)}" for size in sizes if size.symbol in used]
         if "device" in used:
-            lines.append(f"        device = {sizes[0].input}.device")
+            lines.append(f"        device = {self.names.of(sizes[0].input)}.device")
         return lines
 
     def _call_text(
@@ -536,8 +541,8 @@ class _Compiler:
     ) -> str:
         name = modules.get(call.name) or identifier(call.name)
         target = f"self.blocks[{name!r}]" if has_params else f"self.{name}"
-        args = [identifier(v) for v in call.inputs] + [f"{n}={n}" for n, yes in needs[call.block].items() if yes]
-        return f"{', '.join(identifier(v) for v in call.outputs)} = {target}({', '.join(args)})"
+        args = [self.names.of(v) for v in call.inputs] + [f"{n}={n}" for n, yes in needs[call.block].items() if yes]
+        return f"{', '.join(map(self.names.of, call.outputs))} = {target}({', '.join(args)})"
 
     def _draws_counts(self) -> bool:
         """Return True if what the loss counts depends on random numbers."""
@@ -556,22 +561,23 @@ class _Compiler:
             inputs: its arguments; by default the inputs of the graph.
         """
         inputs = inputs or [n for n in self.graph.inputs if of_the_batch(n)]
-        args = ["self", "*", *(f"{n}: Tensor" for n in inputs), *["rng: Tensor"] * self._draws_counts()]
-        lines = [f"    def count({', '.join(args)}) -> Tensor:"]
+        args, lines_of_inputs = self.names.arguments(inputs, ["rng"] * self._draws_counts())
+        lines = [f"    def count({', '.join(['self', *args])}) -> Tensor:"]
         lines.append('        """Number of entries of this micro-batch that the mean of the loss runs over."""')
+        lines += lines_of_inputs
         counts = [count for count in self.graph.loss_counts if count.what in (LossUnit.TOKENS, LossUnit.TOTAL)]
         if counts:
             chain = self._free_for([])
             lines += self._prologue(chain, needs)
             lines += [f"        {self._call_text(c, False, needs, modules)}" for c in chain]
-            targets = [identifier(count.target or "") for count in counts]
+            targets = [self.names.of(count.target or "") for count in counts]
             found = [target if count.what is LossUnit.TOTAL else f"({target} != {count.ignore_index}).sum()"
                      for count, target in zip(counts, targets, strict=True)]  # fmt: skip
             every = ", ".join(f"{text}.to(torch.float64)" for text in found)
             lines.append(f"        return {found[0] if len(found) == 1 else f'torch.stack([{every}])'}")
         elif self.graph.loss_count is LossUnit.SAMPLES:
             size = size_sources(self.graph)[0]
-            lines.append(f"        return torch.tensor({size.input}.shape[{size.dim}])")
+            lines.append(f"        return torch.tensor({self.names.size(size)})")
         else:
             lines.append("        return torch.tensor(0)")
         return lines

@@ -109,6 +109,23 @@ _OF_THE_RUNTIME = keeps(
     "x0<0 x1<0", form=Form.NEW, extra=_vocab_cross_entropy_extra, workspace=_vocab_cross_entropy_workspace
 )
 
+# -- connectionist temporal classification -----------------------------------------------------------------------------
+
+
+def _ctc_arguments(a: Args) -> IrResult:
+    names = ("log_probs", "targets", "input_lengths", "target_lengths")
+    settings = {"blank": a["blank"], "zero_infinity": a["zero_infinity"]}
+    return IrOp("ctc_losses", tuple(a[name] for name in names), settings)
+
+
+def _ctc_states(f: OpFacts) -> tuple[int, ...]:
+    """Return the bytes of the states of the recursion (of every token, every label and the blanks around it), and of
+    the mask of the losses that are infinite.
+    """
+    tokens, samples, _ = f.inputs[0].shape
+    states = samples * tokens * (2 * f.inputs[1].shape[1] + 1) * DTYPE_BYTES[f.inputs[0].dtype]
+    return (states, samples) if f.attrs["zero_infinity"] else (states,)
+
 
 RECORDS = (
     OpRecord(
@@ -134,6 +151,14 @@ RECORDS = (
         factor_names={"v": "vocab"},
         variable="loss_sum",
         index_limits=lambda attrs, inputs, outputs: {1: inputs[0][-1]},
+    ),
+    OpRecord(
+        "ctc_losses",
+        OpKind.OTHER,
+        "[t!,b,v!], #[b,s!], #[b], #[b] -> [b]",
+        keeps("x0<0 x1<0 x2<0 x3<0 y0<0", form=Form.NEW, extra=_ctc_states),
+        "F.ctc_loss({0}, {1}, {2}, {3}, {blank}, 'none', {zero_infinity})",
+        {"autoplan.ctc_losses.default": _ctc_arguments},
     ),
     # as captured: `autoplan.capture.layers.assemble` turns it into a sum, and a mean into a sum and a division
     OpRecord("cross_entropy", OpKind.LOSS, aten={"aten.cross_entropy_loss.default": _loss_arguments}),

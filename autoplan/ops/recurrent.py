@@ -17,6 +17,7 @@ from autoplan.ops.text import OpText, literal
 from autoplan.units import DTYPE_BYTES
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+_PACKED = "autoplan.runtime.recurrent.packed_layers"
 _SETTINGS = ("kind", "biases", "layers", "bidirectional", "batch_first")
 
 
@@ -25,11 +26,16 @@ def _arguments(a: Args) -> IrResult:
         raise FormError(f"recurrent layers of kind {a['kind']!r} are not supported; use {', '.join(_GATES)}")
     states = tuple(a["state"])
     settings = {name: a[name].value if isinstance(a[name], Expr) else a[name] for name in _SETTINGS}
-    return IrOp("recurrent", (a["x"], *states, *a["weights"]), {**settings, "states": len(states)})
+    lengths = (a["lengths"],) if "lengths" in a else ()
+    attrs = {**settings, "states": len(states)} | ({"by_length": True} if lengths else {})
+    return IrOp("recurrent", (a["x"], *states, *a["weights"], *lengths), attrs)
 
 
 def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    """Return the rule: x [b, s, i] (or [s, b, i]), states [layers, b, h] and weights -> [b, s, o] and states."""
+    """Return the rule: x [b, s, i] (or [s, b, i]), states [layers, b, h] and weights -> [b, s, o] and states.
+
+    With `by_length`, the lengths of the samples [b] follow.
+    """
     states = node.attrs["states"]
     whole: set[str] = set()
 
@@ -41,9 +47,13 @@ def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
         return tuple(out)
 
     batch = 0 if node.attrs["batch_first"] else 1
-    inputs = [labels(s, f"x{k}d", batch if k == 0 else 1 if k <= states else None) for k, s in enumerate(ins)]
+    places: list[int | None] = [batch, *[1] * states, *[None] * (len(ins) - 1 - states)]
+    roles = [Role.OTHER] * len(ins)
+    if node.attrs.get("by_length"):
+        places[-1], roles[-1] = 0, Role.INDEX
+    inputs = [labels(s, f"x{k}d", places[k]) for k, s in enumerate(ins)]
     outputs = [labels(s, f"y{k}d", 1 if k else batch) for k, s in enumerate(outs)]
-    return OpRule(tuple(inputs), tuple(outputs), (Role.OTHER,) * len(ins), frozenset(whole))
+    return OpRule(tuple(inputs), tuple(outputs), tuple(roles), frozenset(whole))
 
 
 def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
@@ -59,6 +69,11 @@ def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
 def _text(t: OpText) -> str:
     a, count = t.attrs, t.attrs["states"]
     x, states, weights = t.args[0], t.args[1 : 1 + count], t.args[1 + count :]
+    if a.get("by_length"):
+        weights, lengths = weights[:-1], weights[-1]
+        given = f"{x}, {lengths}, [{', '.join(states)}], [{', '.join(weights)}]"
+        settings = ", ".join(map(literal, (a["biases"], a["layers"], a["bidirectional"], a["batch_first"])))
+        return f"scan({_PACKED!r}, {a['kind']!r}, {given}, {settings})"
     state = f"[{', '.join(states)}]" if a["kind"] == "lstm" else states[0]
     rest = ", ".join(map(literal, (a["biases"], a["layers"], 0.0, True, a["bidirectional"], a["batch_first"])))
     return f"torch.ops.aten.{a['kind']}.input({x}, {state}, [{', '.join(weights)}], {rest})"
@@ -77,14 +92,20 @@ def _keeps(count: int) -> SavedRule:
     return keeps(f"x0<{every} y0<{every}", form=Form.NEW, extra=extra)
 
 
+@functools.cache
+def _keeps_inputs(count: int) -> SavedRule:
+    """Return the rule of layers by length, whose backward computes them again (runtime/recurrent.py)."""
+    return keeps(f"x0<{','.join(map(str, range(count)))}", form=Form.NEW)
+
+
 RECORDS = (
     OpRecord(
         "recurrent",
         OpKind.OTHER,
         _rule,
         text=_text,
-        aten={"autoplan.recurrent.default": _arguments},
+        aten={f"autoplan.{name}.default": _arguments for name in ("recurrent", "packed_recurrent")},
         flops=_flops,
-        saved_form=lambda f: _keeps(len(f.inputs)),
+        saved_form=lambda f: (_keeps_inputs if f.attrs.get("by_length") else _keeps)(len(f.inputs)),
     ),
 )

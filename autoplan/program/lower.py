@@ -44,7 +44,7 @@ def class_name(block: str) -> str:
 
 
 # names that the emitted text of a block uses itself
-_RESERVED = (
+RESERVED = (
     "b s t device rng self torch nn F I P R Tensor Block Stage parameter typed attention draw dropout "
     "cross_entropy_sum experts extreme context_part context_length context_positions own_part slice_ all_gather "
     "all_reduce all_to_all reduce_scatter to_partial to_replicate update_buffer vary vocab_parallel_embedding "
@@ -74,7 +74,7 @@ class BlockLowering:
         self.selection = selection
         self.axes: tuple[Axis, ...] = tuple(axes)
         self.held = held
-        self.names: FreshNames = FreshNames(_RESERVED)
+        self.names: FreshNames = FreshNames(RESERVED)
         self.native: dict[str, Layout] = {}
         self.var: dict[tuple[str, Layout], str] = {}
         self.statements: list[Statement] = []

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autoplan.capture.frontend.recurrent import layer_by_layer, runs_dropout
 from autoplan.capture.frontend.written_out import written_attention
 from autoplan.verify.drawn import known_draws
 
@@ -65,6 +66,9 @@ class Wide(TorchFunctionMode):
             return self._backward(*args, **given)
         if func in _DRAWING:
             return self._without_drawing(func, args, given)
+        if runs_dropout(func, args):
+            with self:
+                return layer_by_layer(func, args)
         if func in _DRAWING_INSIDE:
             with self:
                 return _body_of(func)(*args, **given)

@@ -98,6 +98,22 @@ def test_what_is_not_written_is_zero() -> None:
     assert_stack_equal(Stack(FilledData))
 
 
+class ReadWhileFilled(ScaledBlock):
+    """Reads places of zeros before they are written, as states of recurrent cells, and what it has written."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = x.new_zeros(2, *x.shape)
+        first, second = states[0], states[1]
+        whole = x.new_zeros(*x.shape[:-1], 16)
+        whole[..., :8] = self.linear(x + first)
+        whole[..., 8:] = self.linear(whole[..., :8] + second)
+        return whole[..., 8:]
+
+
+def test_slices_are_read_while_others_are_written() -> None:
+    assert_stack_equal(Stack(ReadWhileFilled))
+
+
 def test_no_gradient_passes_what_is_written_into_data() -> None:
     with pytest.raises(CaptureError, match="a value with a gradient is written into data, past autograd"):
         capture(Stack(FilledDataOfParameters), IDS, square_loss)

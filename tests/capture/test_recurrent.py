@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import models
+import plain_models
 import pytest
 import recurrent_models
 import torch
 from harness import pool
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autoplan.capture.export import capture
 from autoplan.capture.frontend.inputs import LossModule
@@ -35,23 +37,62 @@ def test_two_ranks_train_a_recurrent_model(pins: dict[str, Any]) -> None:
         assert loss < 1e-12 and gradients < 1e-10
 
 
-def test_random_numbers_between_layers_are_refused() -> None:
-    model = recurrent_models.LanguageModel(nn.LSTM(32, 32, 2, dropout=0.1, batch_first=True))
-    with pytest.raises(CaptureError, match=r"lstm with dropout=0\.1 between its layers .* nn\.Dropout between them"):
-        capture(model, models.token_batch(4, 16), recurrent_models.loss)
-    capture(model.eval(), models.token_batch(4, 16), recurrent_models.loss)
+@pytest.mark.parametrize("layers", [nn.LSTM, nn.GRU])
+def test_dropout_between_layers_stands_between_ops_of_one_layer(layers: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    model = recurrent_models.LanguageModel(layers(32, 16, 3, dropout=0.25, batch_first=True, bidirectional=True))
+    batch = models.token_batch(4, 16)
+    graph = capture(model, batch, recurrent_models.loss)
+    ops = [n.op for b in graph.blocks.values() for n in b.nodes]
+    assert ops.count("recurrent") == 3 and ops.count("dropout") == 2
+    outcome = verify_whole(VerifyTask(model, graph, batch, recurrent_models.loss), limit_s=60.0)
+    assert outcome.done and "in float64" in outcome.text, outcome.text
+    evaluated = capture(model.eval(), batch, recurrent_models.loss)
+    assert [n.op for b in evaluated.blocks.values() for n in b.nodes].count("dropout") == 0
 
 
-def test_packed_sequences_are_refused() -> None:
-    class Packed(recurrent_models.LanguageModel):
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            lengths = torch.full((4,), 16)
-            rows = nn.utils.rnn.pack_padded_sequence(self.embedding(input_ids), lengths, batch_first=True)
-            out: torch.Tensor = self.head(nn.utils.rnn.pad_packed_sequence(self.layers(rows)[0], batch_first=True)[0])
-            return out
+class Packed(nn.Module):
+    """Classes and tags of samples by length, with everything that a packed sequence gives."""
 
-    with pytest.raises(CaptureError):
-        capture(Packed(nn.LSTM(32, 32, batch_first=True)), models.token_batch(4, 16), recurrent_models.loss)
+    def __init__(self, total: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.head, self.total = nn.Embedding(96, 8), nn.Linear(24, 6), total
+        self.both = nn.LSTM(8, 4, 2, batch_first=True, bidirectional=True)
+        self.first = nn.GRU(8, 8)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        total = x.shape[1] if self.total else None
+        rows, (_, cells) = self.both(pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False))
+        tokens, _ = pad_packed_sequence(rows, batch_first=True, padding_value=0.5, total_length=total)
+        _, last = self.first(pack_padded_sequence(x.transpose(0, 1), lengths, enforce_sorted=False))
+        every = torch.cat([cells[-1], cells[0], last[0]], -1).unsqueeze(1).expand(-1, x.shape[1], -1)
+        return self.head(torch.cat([tokens, every], -1))
+
+
+def _samples() -> dict[str, torch.Tensor]:
+    batch = {"ids": torch.randint(96, (4, 7)), "labels": torch.randint(6, (4, 7))}
+    return batch | {"lengths": torch.tensor([4, 7, 1, 5])}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_packed_sequences_are_packed_by_every_rank(dropout: float) -> None:
+    torch.manual_seed(0)
+    model, batch = plain_models.filled(Packed()), _samples()
+    model.both.dropout = dropout
+    if dropout:
+        graph = capture(model, batch, recurrent_models.loss)
+    else:
+        graph = plain_models.assert_equal(model, batch, recurrent_models.loss, ("tp 2", "dp 2 ZeRO 3"))
+    outcome = verify_whole(VerifyTask(model, graph, batch, recurrent_models.loss), limit_s=60.0)
+    assert outcome.done, outcome.text
+    nodes = [n for b in graph.blocks.values() for n in b.nodes if n.op == "recurrent"]
+    assert all(n.attrs["by_length"] for n in nodes) and len(nodes) == (3 if dropout else 2)
+
+
+def test_a_length_of_the_batch_at_hand_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"as long as the longest of a batch.*give total_length=x\.shape\[1\]"):
+        capture(Packed(total=False), _samples(), recurrent_models.loss)
 
 
 def test_a_scan_inside_a_module_is_found() -> None:

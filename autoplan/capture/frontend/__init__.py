@@ -20,7 +20,7 @@
 `masks`: the masks of Hugging Face models.
 `own_backward`: functions with a backward of their own, checked or refused.
 `recurrences`: refuse layers that go along the sequence step by step.
-`recurrent`: nn.LSTM, nn.GRU and nn.RNN as one op each.
+`recurrent`: nn.LSTM, nn.GRU and nn.RNN as one op each; `packed`: of packed sequences.
 `rehearsal`: a run on fake tensors that says what an export can expect.
 `sizes`: export with symbolic sizes.
 `windows`: attention with windows, documents or a bias, as one op each.

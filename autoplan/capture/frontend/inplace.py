@@ -437,13 +437,36 @@ def _fill_gaps(whole: Assembly, fill: Callable[[torch.Tensor], str]) -> None:
         at = max(at, stop)
 
 
-def finish(whole: Assembly, where: str, emit: Callable[[IrOp, torch.Tensor], str]) -> str:
+def finish(found: Assembly | Window, like: torch.Tensor, where: str, emit: Callable[[IrOp, torch.Tensor], str]) -> str:
     """Return the value of a tensor that is used: of one that is new, what it was made of, else its parts joined.
 
+    A slice has what was written into it alone, or what the tensor was made of if nothing was.
+
     Args:
+        like: a fake tensor like it.
         where: the place of the use.
         emit: makes an op whose result is like a fake tensor, and returns its name.
     """
+    if isinstance(found, Window):
+        return _read(found, like, where, emit)
+    found.name = found.name or _joined(found, where, emit)
+    return found.name
+
+
+def _read(found: Window, like: torch.Tensor, where: str, emit: Callable[[IrOp, torch.Tensor], str]) -> str:
+    whole, filler = found.of, FILLED.get(str(found.of.node.target))
+    if not whole.parts and not whole.name and filler is not None:
+        return emit(IrOp("full", (), {"scalar": filler}), like)
+    part = whole.parts.get((found.start, str(found.stop)))
+    if part is not None and (whole.dim, whole.step, False) == (found.dim, found.step, found.one):
+        return part[1]
+    raise CaptureError(
+        f"{where}: a slice of a tensor that is filled slice by slice is used before the rest is written; use what is "
+        "written into it, or fill a list and join it with torch.stack or torch.cat"
+    )
+
+
+def _joined(whole: Assembly, where: str, emit: Callable[[IrOp, torch.Tensor], str]) -> str:
     meta, filler = whole.node.meta["val"], FILLED.get(str(whole.node.target))
     if not whole.parts and filler is not None:
         return emit(IrOp("full", (), {"scalar": filler}), meta)

@@ -16,7 +16,9 @@ from autoplan.capture.frontend.counters import Counters
 from autoplan.capture.frontend.held import HeldParameters
 from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.errors import CaptureError
+from autoplan.ir.graph import of_the_batch
 
+_TAKEN = ("self", "rng")  # of the methods of a stage, which is called with inputs by name
 LossFn = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
@@ -38,6 +40,8 @@ def check_arguments(model: Any, example_inputs: Any, loss_fn: Any) -> None:
                 "tensors: leave out what the forward has by default, or give a module around the model whose forward "
                 "takes tensors alone and gives it the rest"
             )
+        if name in _TAKEN or not of_the_batch(name):
+            raise CaptureError(f"example_inputs has {name!r}, a name that programs use themselves; rename this input")
     if loss_fn is not None and not callable(loss_fn):
         raise CaptureError(f"loss_fn is of type {type(loss_fn).__name__}, not a function (outputs, batch) -> scalar")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -1,17 +1,18 @@
 """Capture nn.LSTM, nn.GRU and nn.RNN as one op each.
 
 PyTorch's trace of one is a loop over the tokens, for one length. As one op it is what PyTorch runs, for every length,
-and can be split over the batch.
+and can be split over the batch. With dropout between its layers, each layer is an op.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.frontend.marker import empty_like_each, marker
@@ -34,6 +35,41 @@ marker(
 )
 
 
+def runs_dropout(function: Any, args: Sequence[Any]) -> bool:
+    """Return True for a call of PyTorch's recurrent layers that drops values between its layers."""
+    if getattr(function, "__name__", "") not in _KINDS or len(args) != 9:
+        return False
+    layers, dropout, training = args[5:8] if _is_packed(args) else args[4:7]
+    return bool(dropout and training and layers > 1)
+
+
+def _is_packed(args: Sequence[Any]) -> bool:
+    """Return True for the arguments of packed sequences: data, batch sizes, state, weights, and the rest."""
+    return isinstance(args[3], (list, tuple))
+
+
+def layer_by_layer(function: Callable[..., Any], args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Compute several recurrent layers one after the other, with dropout between them, as PyTorch does.
+
+    Args:
+        function: of one layer.
+        args: those of PyTorch's function of all layers.
+    """
+    x, *sizes, state, weights, biases, layers, dropout, _, bidirectional = args if _is_packed(args) else args[:-1]
+    last = [] if sizes else args[-1:]  # whether the batch is the first dim
+    states = list(state) if isinstance(state, (tuple, list)) else [state]
+    rows, each = 2 if bidirectional else 1, len(weights) // layers
+    after = []
+    for k in range(layers):
+        x = F.dropout(x, dropout, True) if k else x
+        mine = [s[k * rows : (k + 1) * rows] for s in states]
+        given = mine if isinstance(state, (tuple, list)) else mine[0]
+        part = weights[k * each : (k + 1) * each]
+        x, *left = function(x, *sizes, given, part, biases, 1, 0.0, True, bidirectional, *last)
+        after.append(left)
+    return (x, *(torch.cat(parts) for parts in zip(*after, strict=True)))
+
+
 class _AsOneOp(TorchFunctionMode):
     """Replace PyTorch's functions of recurrent layers by the one op."""
 
@@ -43,16 +79,15 @@ class _AsOneOp(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name not in _KINDS or kwargs or len(args) != 9:
             return function(*args, **(kwargs or {}))
-        x, state, weights, biases, layers, dropout, training, bidirectional, batch_first = args
-        if isinstance(weights, torch.Tensor) or x.dim() != 3:
+        if _is_packed(args) or args[0].dim() != 3:
             raise CaptureError(
-                f"{name} of packed sequences is not supported; give it a tensor [batch, tokens, features]"
+                f"{name} is supported for a tensor [batch, tokens, features] (or tokens first), and for what "
+                "pack_padded_sequence makes of one"
             )
-        if dropout and training:
-            raise CaptureError(
-                f"{name} with dropout={dropout} between its layers draws random numbers, which differ between plans; "
-                "set it to 0, or use modules of one layer with nn.Dropout between them"
-            )
+        x, state, weights, biases, layers, _, _, bidirectional, batch_first = args
+        if runs_dropout(function, args):
+            with self:
+                return layer_by_layer(function, args)
         states = list(state) if isinstance(state, (tuple, list)) else [state]
         return tuple(
             torch.ops.autoplan.recurrent(x, states, list(weights), name, biases, layers, bidirectional, batch_first)

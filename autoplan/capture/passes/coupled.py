@@ -188,16 +188,19 @@ class _Term:
         )
 
 
-def _count_once(trace: Trace, term: str, over: tuple[str, ...]) -> None:
+def _count_once(trace: Trace, term: str, over: tuple[str, ...], users: Set[int] | None = None) -> None:
     """Divide a term of the loss by the number of micro-batches, and let one rank count it if all have it.
 
     Args:
         over: the symbols whose ranks all have the whole term.
+        users: the nodes that add the term to others; None: all that are given it.
     """
     ask_for_share(trace)
-    index = next(i for i, node in enumerate(trace.nodes) if term in node.outputs)
-    source, place = trace.nodes[index].source, trace.order.index(("node", index)) + 1
-    users = [i for i, n in enumerate(trace.nodes) if term in n.tensor_inputs]
+    given = {i for i, n in enumerate(trace.nodes) if term in n.tensor_inputs}
+    users = given if users is None else users
+    made = [i for i, node in enumerate(trace.nodes) if term in node.outputs]
+    places = [trace.order.index(("node", i)) for i in made or sorted(users)]
+    source, place = trace.nodes[(made or sorted(users))[0]].source, places[0] + 1 if made else min(places)
     steps: list[tuple[str, str, tuple[str, ...], dict[str, Any]]] = [("mul", f"{term}.share", (LOSS_SHARE,), {})]
     if over:
         steps.append(("batch_part", f"{term}.part", (), {"over": over}))
@@ -212,28 +215,33 @@ def _count_once(trace: Trace, term: str, over: tuple[str, ...]) -> None:
 
 
 def penalties(trace: Trace) -> None:
-    """Count the terms of the loss that do not depend on the batch once: a penalty on parameters, a number.
+    """Count the terms of the loss that do not depend on the batch once: a penalty on parameters, a parameter, a number.
 
-    Every rank has the whole term in every micro-batch. What is added to every sample or token is no such term.
+    Every rank has the whole term in every micro-batch. What is added to every sample or token is no such term. Such a
+    value may also stand elsewhere in the loss, as in `exp(-s) * error + s`, where it stays as it is.
     """
     _numbers_as_terms(trace)
     dependent = _reached(trace, trace.inputs)
-    maker = {out: node for node in trace.nodes if not trace.region[node.name] for out in node.outputs}
+    maker = {out: i for i, node in enumerate(trace.nodes) if not trace.region[node.name] for out in node.outputs}
 
     def symbols(name: str) -> set[str]:
         return {symbol for size in trace.values[name].shape for symbol in size.symbols}
 
-    found, wanted = list[str](), [trace.output]
+    found, wanted = dict[str, set[int]](), [trace.output]
+    added = dict[str, set[int]]()  # value -> the nodes that add it to others
     while wanted:
         value = wanted.pop()
-        node = maker.get(value)
-        if node is not None and value not in dependent:
-            found.append(value)
+        node = trace.nodes[maker[value]] if value in maker else None
+        if value not in dependent and (node is not None or value in trace.params):
+            found[value] = added.get(value, set())
         elif node is not None and op_record(node.op).linear is Linear.ALL:
-            wanted += [name for name in node.tensor_inputs if symbols(name) >= symbols(value)]
+            terms = [name for name in node.tensor_inputs if symbols(name) >= symbols(value)]
+            for name in terms:
+                added.setdefault(name, set()).add(maker[value])
+            wanted += terms
     if trace.output not in found:
-        for value in dict.fromkeys(found):
-            _count_once(trace, value, SUMMED_SYMBOLS)
+        for value, users in found.items():
+            _count_once(trace, value, SUMMED_SYMBOLS, users)
 
 
 def _numbers_as_terms(trace: Trace) -> None:
