@@ -81,6 +81,8 @@ _OTHER_TRAINERS = {
     **{trl.PROGRAM: "TRL", "llamafactory-cli": "LLaMA-Factory"},
     **dict.fromkeys(("use_peft", "max_length"), "TRL"),
     **dict.fromkeys(("finetuning_type", "cutoff_len", "template", "stage"), "LLaMA-Factory"),
+    # open_instruct/finetune.py takes its precision from accelerate launch, olmo_core_finetune.py has bfloat16
+    **dict.fromkeys(("mixer_list", "dataset_mixer_list"), "open-instruct"),
 }
 # Arguments of scripts that change time or memory -> where they are given here, and the choice that it is
 _OF_SCRIPTS = {
