@@ -20,6 +20,7 @@ _WORDS: Mapping[str, str] = {
     **dict.fromkeys("generate generation server merge convert converter inference quantize ptq".split(), _NOTHING),
 }
 _OF_MEGATRON = re.compile(r"(^|/)tasks/main\.py$")  # fine-tuning on GLUE, retrievers, and evaluation
+_CONVERTS = re.compile(r"(hf|mcore|mg|megatron)_?(2|to)_?(hf|mcore|mg|megatron)")  # hf2mcore_70b, deepseek_hf_to_mg
 _TRAINS = re.compile("train|tune")  # a program with such a word in its name trains, whatever else is in it
 
 
@@ -40,4 +41,5 @@ def _does(program: str) -> str | None:
     name = program.rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
     words = re.split(r"[_\-\d]+", name.lower())
     found = next((does for word in words if (does := _WORDS.get(word)) is not None), None)
+    found = found or (_NOTHING if _CONVERTS.search(name) else None)
     return None if found == _NOTHING and _TRAINS.search(name) else found

@@ -112,6 +112,7 @@ _OF_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "fsdp_config.": ("fsdp_",),
     "deepspeed_config.": ("zero", "offload_", "deepspeed_", "gradient_"),
 }
+_ENGINES = ("deepspeed", "fsdp", "fsdp_config")
 _SECTIONS = ("fsdp_config", "deepspeed", "accelerator_config", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
 
 
@@ -121,6 +122,8 @@ def as_arguments(values: Values) -> dict[str, Any]:
     Sections may be texts of JSON; names in `fsdp_config` may begin with `fsdp_`; `accelerate launch` has the engine and
     the precision that the arguments do not name: in its options, and in the file that they name.
     """
+    empty = (None, "", {}, [])  # of an engine whose key has no value (`deepspeed:`), which is none
+    values = {path: value for path, value in values.items() if path not in _ENGINES or value not in empty}
     trl.refuse_others(values)
     values = trl.as_sft(values) if trl.is_sft(values) else own_arguments(values, KINDS)
     if ADAPTERS not in values:

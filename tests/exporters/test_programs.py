@@ -26,6 +26,7 @@ def read(path: Path, text: str, name: str = "run.sh") -> ConfigFile:
     [
         ("tools/run_text_generation_server.py", MEGATRON, "trains nothing"),
         ("tools/merge_mp_partitions.py", MEGATRON, "trains nothing"),
+        ("hf2mcore_70b.py", MEGATRON, "trains nothing"),
         ("./tasks/main.py", MEGATRON, "other heads"),
         ("open_instruct/dpo_tune_cache.py", TRAINER, "pairs of answers"),
         ("-m verl.trainer.main_ppo", TRAINER, "rates them"),
@@ -76,3 +77,16 @@ def test_state_on_disks_is_said_to_be_priced_as_memory(tmp_path: Path) -> None:
     assert any("nvme is priced as memory of the host" in text for text in found.warnings)
     zero["offload_optimizer"] = {"device": "cpu"}
     assert not read(tmp_path, json.dumps(values), "ds.json").warnings
+
+
+def test_an_engine_without_a_value_is_none(tmp_path: Path) -> None:
+    """`deepspeed:` in axolotl's YAML: FSDP below it was lost, and without it DeepSpeed's settings were taken."""
+    lines = [
+        *("base_model: x", "micro_batch_size: 4", "gradient_accumulation_steps: 2", "sequence_len: 512", "bf16: auto"),
+        *("gradient_checkpointing: true", "deepspeed:", "fsdp:", "  - full_shard", "fsdp_config:"),
+        *("  fsdp_offload_params: true", "  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer"),
+    ]
+    found = read(tmp_path, "\n".join(lines), "a.yml")
+    assert (found.says["zero_stage"], found.says["offload"]) == (3, ("parameters",))
+    plain = read(tmp_path, "\n".join([*lines[:7], "fsdp:", "fsdp_config:"]), "b.yml")
+    assert plain.says["zero_stage"] == 0 and plain.like.startswith("accelerate@") and found.like == plain.like
