@@ -108,6 +108,7 @@ _BY_SCRIPT = "the configuration that the script makes for DeepSpeed"
 _OF_LAUNCH, _LAUNCHED = "the configuration of accelerate launch", (("fsdp", "deepspeed"), ("bf16", "fp16"))
 # Where the values of accelerate launch stand, and the file that it names; options that are fields of a section
 ACCELERATE_AT, ACCELERATE_FILE = "accelerate.", "accelerate_file"
+_OPTION, _LAUNCH_ARGS = "launch.options.", "accelerate_launch_args."  # the second: in JSON of fms-hf-tuning
 _OF_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "fsdp_config.": ("fsdp_",),
     "deepspeed_config.": ("zero", "offload_", "deepspeed_", "gradient_"),
@@ -122,8 +123,11 @@ def as_arguments(values: Values) -> dict[str, Any]:
     Sections may be texts of JSON; names in `fsdp_config` may begin with `fsdp_`; `accelerate launch` has the engine and
     the precision that the arguments do not name: in its options, and in the file that they name.
     """
-    empty = (None, "", {}, [])  # of an engine whose key has no value (`deepspeed:`), which is none
+    empty: tuple[Any, ...] = (None, "", {}, [])  # of an engine whose key has no value (`deepspeed:`), which is none
     values = {path: value for path, value in values.items() if path not in _ENGINES or value not in empty}
+    if any(path.startswith(_LAUNCH_ARGS) for path in values):
+        values = {path.replace(_LAUNCH_ARGS, _OPTION, 1): value for path, value in values.items()}
+        values |= {"launch.by": "accelerate"}
     trl.refuse_others(values)
     values = trl.as_sft(values) if trl.is_sft(values) else own_arguments(values, KINDS)
     if ADAPTERS not in values:
@@ -163,7 +167,7 @@ def _made_by_script(values: Values) -> dict[str, Any]:
 
 def _accelerated(path: str) -> str:
     """Return the path, below `accelerate` for an option of accelerate launch and a field of the file that it names."""
-    option = path.removeprefix("launch.options.")
+    option = path.removeprefix(_OPTION)
     if option == path:
         file = path.removeprefix(f"{ACCELERATE_FILE}.")
         return path if file == path else f"{ACCELERATE_AT}{file}"

@@ -90,3 +90,15 @@ def test_an_engine_without_a_value_is_none(tmp_path: Path) -> None:
     assert (found.says["zero_stage"], found.says["offload"]) == (3, ("parameters",))
     plain = read(tmp_path, "\n".join([*lines[:7], "fsdp:", "fsdp_config:"]), "b.yml")
     assert plain.says["zero_stage"] == 0 and plain.like.startswith("accelerate@") and found.like == plain.like
+
+
+def test_launch_arguments_inside_of_a_file_are_those_of_accelerate_launch(tmp_path: Path) -> None:
+    """JSON of fms-hf-tuning, which was read as DistributedDataParallel."""
+    launch = {"use_fsdp": True, "num_machines": 1, "num_processes": 8, "mixed_precision": "bf16"}
+    values = {
+        **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "output_dir": "out"},
+        "accelerate_launch_args": {**launch, "fsdp_sharding_strategy": "FULL_SHARD"},
+    }
+    found = read(tmp_path, json.dumps(values), "a.json")
+    assert (found.says["zero_stage"], found.says["precision"], found.like) == (3, "bf16", "accelerate@26.08")
+    assert not found.foreign
