@@ -14,7 +14,7 @@ from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.offload import no_host_link
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, Sends
 from autoplan.cost_models.constants import Constants
-from autoplan.cost_models.hardware.cluster import ASSUMED_HOST_BYTES_PER_S, Cluster, Device, Group
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Group
 from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.network.collectives import group_collective_s
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
@@ -34,9 +34,15 @@ _HOST_COPY_SPREAD = 0.5  # relative error of copies to the host at the stated sp
 # Time of an AdamW step on a GPU's host over the time of moving its bytes once. The runtime updates by one kernel
 # (`autoplan.runtime.optim`), as DeepSpeed's CPUAdam does: 16 Mi float32 elements on one core of a CPU took 12.0 ms, and
 # 28 bytes each at the speed of a large copy (38.5 GB/s) would take 12.2 (fastest of 7, torch 2.13). That is the least;
-# the middle is what Megatron Bridge's runs on GPUs took (bridge_skill_022 and 026, 3.19 s more for the whole optimizer:
-# the ranks of a node share its memory); the most is assumed. Torch's default, one operation at a time, took 97 ms.
-_HOST_STEP = Quantity(1.0, 2.1, 3.0, Tag.ASSUMED)
+# one process on all of a DGX-2's memory takes 1.6 times as long (ZeRO-Offload, table 4: 0.22 s per billion). The middle
+# is what the eight ranks of a node of Megatron Bridge's took (bridge_skill_022 and 026, 3.19 s more for the whole
+# optimizer): their threads and pages are not bound to sockets. The most is assumed; DeepSpeed's published steps are 4.3
+# to 5.8 (experiments/published/README.md, offload). Torch's default, one operation at a time, took 97 ms.
+_HOST_STEP = Quantity(1.0, 3.2, 6.0, Tag.ASSUMED)
+# Bytes per element that DeepSpeed's host moves beside the update: gradients in 32 bits are scaled, which reads and
+# writes them (unscale_and_clip_grads), and parameters in 32 bits are rounded to a buffer in 16 (step; both in
+# deepspeed/runtime/zero/stage_1_and_2.py, and stage3.py alike).
+_HOST_SUMS_BYTES = 4.0 + 4.0 + 4.0 + 2.0
 _COPY_SPREAD = 0.15  # relative error of the straight line through two measured sizes; assumed
 
 
@@ -177,9 +183,10 @@ class Costs:
         here = self.optimizer_s(num_elements, dtype, state_bytes)
         if self.cluster.device_type == "cpu" or num_elements < 1:
             return here
-        given = self.cluster.device.host_memory_bytes_per_s
         moved = _adamw_bytes(TensorFacts((round(num_elements),), dtype), num_elements, state_bytes)
-        there = _HOST_STEP * (moved / (ASSUMED_HOST_BYTES_PER_S if given is None else given))
+        if self.options.host_sums:
+            moved += _HOST_SUMS_BYTES * num_elements
+        there = _HOST_STEP * (moved / self.cluster.host_memory_bytes_per_s)
         low, mid, high = (max(getattr(here, w), getattr(there, w)) for w in ("low", "mid", "high"))
         return Quantity(low, mid, high, there.tag)
 

@@ -154,11 +154,11 @@ class RunOptions:
     # DistributedDataParallel and the emitted programs always overlap, but for ZeRO 0 under a split backward.
     overlap_zero: bool = choice(
         True,
-        "Whether what ZeRO 0, 1 and 2 send once per step overlaps with computing.",
+        "Whether what ZeRO 0, 1 and 2 send overlaps with computing.",
         written=Written.SWITCH,
         said_as="ZeRO not overlapped",
         of_step=True,
-        about="What ZeRO 0, 1 and 2 send once per step does not overlap with computing",
+        about="What ZeRO 0, 1 and 2 send does not overlap with computing",
     )
     # InternEvo's overlap_sync_param is off by default, although gradients are reduced during the backward
     overlap_gather: bool = choice(
@@ -224,6 +224,20 @@ class RunOptions:
         written=Written.SWITCH,
         said_as="hooks around every module",
         of_step=True,
+    )
+    # Gradients of DeepSpeed's ZeRO 1 to 3 with offload_optimizer: their sum is on the host, and is added to on the
+    # device (async_accumulate_grad_in_cpu_via_gpu of deepspeed/runtime/zero/stage_1_and_2.py, partition_grads of
+    # stage3.py)
+    host_sums: bool = choice(
+        False,
+        "With an optimizer on the host, gradients go there and back in every micro-batch (as DeepSpeed).",
+        written=Written.SWITCH,
+        said_as="gradients summed on the host",
+        of_step=True,
+        about=(
+            "With an optimizer on the host, the sum of gradients is there, too: every micro-batch copies it to the "
+            "device and back, and the host scales it and rounds parameters to 16 bits (as DeepSpeed)"
+        ),
     )
     # reduce_bucket_size and allgather_bucket_size of DeepSpeed, 5e8 elements each by default (runtime/zero/config.py)
     zero_bucket: int | None = choice(

@@ -11,6 +11,7 @@ from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
 from autoplan.exporters.deepspeed import (
     DEEPSPEED,
+    on_disk,
     read_batch,
     read_overlap,
     read_precision_of,
@@ -336,6 +337,7 @@ ACCELERATE = Target(
         TargetRule(_pure_replicas),
         TargetRule(_one_kind),
         TargetRule(_beside_file),
+        TargetRule(on_disk, warns=True),
     ),
     named_files=(DEEPSPEED_FILE,),
 )

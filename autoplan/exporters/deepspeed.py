@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from autoplan.config.precision import GRADIENTS_16
@@ -82,6 +83,17 @@ def read_zero_offload(document: Document, found: Values) -> Values:
         for path, old in (("offload_param", "cpu_offload_param"), ("offload_optimizer", "cpu_offload"))
     ]
     return {"offload": ("parameters",) if held[0] else ("optimizer",) if held[1] else ()}
+
+
+_ON_DISK = re.compile(r"offload_(optimizer|param)[._]device$")
+
+
+def on_disk(document: Document, found: Values) -> str | None:
+    """Return the warning for state on disks, which are priced as the host's memory."""
+    there = [path for path, value in document.values.items() if value == "nvme" and _ON_DISK.search(path)]
+    if not there:
+        return None
+    return f"{there[0]}=nvme is priced as memory of the host: reading and writing disks takes longer, and is not priced"
 
 
 _BF16_OPTIMIZER, _WITHOUT_ZERO, _ONE_DTYPE = (year_of(version) for version in ("23.01", "25.09", "26.02"))
@@ -264,5 +276,5 @@ DEEPSPEED = Target(
         "whole_sums": "bf16 with gradients in 32 bits and ZeRO 1 is its BF16_Optimizer, which has them",
         "precision": "gradients have the dtype of the model without ZeRO",
     },
-    rules=(TargetRule(_triple), TargetRule(_one_dtype)),
+    rules=(TargetRule(_triple), TargetRule(_one_dtype), TargetRule(on_disk, warns=True)),
 )

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.errors import PinError
+from autoplan.exporters.litgpt import LITGPT, LITGPT_RULES, LitgptYaml, is_of_litgpt, read_litgpt
 from autoplan.exporters.nemo_recipes import is_script
 from autoplan.exporters.record import Document, Field, Target, TargetRule, Values, base_of, derived, micro_batches
 from autoplan.exporters.scripts import Code, Name, PythonCall
 from autoplan.exporters.setup import Setup
+from autoplan.exporters.trainer_kinds import OWN_RULES, read_own_adapters, read_own_length
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ def _read(document: Document, found: Values) -> Values:
 
 
 def _read_steps(document: Document, found: Values) -> Values:
+    if is_of_litgpt(document):
+        return {}
     steps = document.count("accumulate_grad_batches")
     out = {"num_micro_batches": steps}
     if "dp" in found and "micro_batch_size" in found:
@@ -105,7 +109,7 @@ def _read_steps(document: Document, found: Values) -> Values:
     return out
 
 
-_PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
+_PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true", "native": "bf16-true"}
 
 
 def _read_precision(document: Document, found: Values) -> Values:
@@ -171,7 +175,16 @@ LIGHTNING = Target(
             lambda s: {"precision": _PRECISIONS.get(base_of(s.precision), "bf16-mixed")},
             _read_precision,
         ),
+        derived(read_own_length, "seq_len"),
+        derived(read_own_adapters, "adapters"),
+        derived(
+            read_litgpt,
+            *("zero_stage", "zero_replicas", "micro_batch_size", "num_micro_batches", "global_batch_size", "recompute"),
+            *("reruns", "mode", "attention", "reduce_once", "seq_len"),
+        ),
     ),
+    also=(LitgptYaml(),),
+    marks_also=(LITGPT,),
     marks=("strategy", "accumulate_grad_batches", "devices"),
     launch=lambda setup, file, year: (
         ["python train.py"]
@@ -204,5 +217,5 @@ LIGHTNING = Target(
         "overlap": "a property of configure_model",
     },
     stack_of=lambda d: "deepspeed" if "eep" in str(d.get("strategy")) else "torch-eager",
-    rules=(TargetRule(_world),),
+    rules=(TargetRule(_world), *OWN_RULES, *LITGPT_RULES),
 )

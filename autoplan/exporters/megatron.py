@@ -275,12 +275,14 @@ def _read_batch(at: At, document: Document, found: Values) -> Values:
 
 
 # Options that old flags tell the time of: model_parallel_size and batch_size are of before 2020-11 and 2020-12,
-# checkpoint_activations of before 2022-05 (megatron/arguments.py). Megatron-DeepSpeed has the last one to this day.
+# checkpoint_activations of before 2021-07 and activations_checkpoint_method of before 2022-05 (megatron/arguments.py).
+# Megatron-DeepSpeed has the first one of these to this day.
 def _age(values: Values) -> str | None:
     if PRIMUS in values:
         return "26.05"  # its Megatron is of before June 2026, when losses of Transformer Engine were refused
     old = "model_parallel_size" in values or ("batch_size" in values and "micro_batch_size" not in values)
-    return "20.06" if old else "22.04" if values.get("checkpoint_activations") and not values.get("deepspeed") else None
+    kept = values.get("checkpoint_activations") or values.get("activations_checkpoint_method")
+    return "20.06" if old else "22.04" if kept and not values.get("deepspeed") else None
 
 
 def fields_of(

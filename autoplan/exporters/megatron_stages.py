@@ -273,6 +273,11 @@ def recompute_reader(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
             granularity = "selective"
         if granularity is None and document.get(at("checkpoint_activations")):  # before Megatron-LM 3.0
             return {"recompute": FULL}
+        old = granularity is None and document.get(at("activations_checkpoint_method")) is not None  # its last year
+        method, number = at("recompute_method"), at("recompute_num_layers")
+        if old:
+            granularity = "full"
+            method, number = at("activations_checkpoint_method"), at("activations_checkpoint_num_layers")
         if granularity is None:
             return _read_offload(at, document, found)
         if granularity == "selective":
@@ -284,9 +289,9 @@ def recompute_reader(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
                     f"recompute_modules={unknown[0]!r} has no price; known: {', '.join(MODULES)}", ("recompute",)
                 )
             return {"recompute": SELECTIVE if modules == ["core_attn"] else modules_choice(modules)}
-        if document.get(at("recompute_method")) != "block":
+        if document.get(method) != "block":
             return {"recompute": FULL}
-        count = document.count(at("recompute_num_layers"), 1, (0,))
+        count = document.count(number, 1, (0,))
         chunks = found["pp"] * found["virtual_stages"]
         stages = found.get("stages") or ((len(layers) // chunks or count,) * chunks)
         return {"recompute": tuple(min(count, size) for size in stages)}

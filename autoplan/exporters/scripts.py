@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autoplan.exporters.programs import refuse_other_programs
 from autoplan.exporters.python_file import read_made, read_python
 from autoplan.exporters.python_values import MORE, UNKNOWN
 from autoplan.exporters.schema import Schema
@@ -101,6 +102,8 @@ class FlagsOf:
         found = [(before, given) for before, given in found if self._trains(given)]
         trains = [each for each in found if each[0] and re.search("train|tune", each[0][-1].text)]
         found = trains or found  # what converts or generates has degrees, too
+        known = self.command_of and self.command_of[0]  # what is told there is judged by who reads it
+        refuse_other_programs([b[-1].text for b, given in found if b and known not in given], where)
         if not found:  # only the arguments, for a command that is elsewhere
             words = [*script.arguments, *(word for command in script.commands for word in command)]
             found = [([], self._arguments(words))]
@@ -187,7 +190,13 @@ class Flags(FlagsOf):
 
 
 def command_parts(command: Sequence[Word]) -> tuple[list[Word], list[Word]]:
-    """Return the words of a command up to the program that it runs, and its arguments; all of them if there is none."""
+    """Return the words of a command up to the program that it runs, and its arguments; all of them if there is none.
+
+    A program that starts another one has its words behind `--` (`python mason.py --gpus 8 -- torchrun train.py`).
+    """
+    inner = next((k for k, word in enumerate(command) if word.text == "--"), len(command))
+    if (parts := command_parts(command[inner + 1 :]) if inner < len(command) else ([], []))[0]:
+        return parts
     for k, word in enumerate(command):
         module = k > 0 and command[k - 1].text == "-m" and word.text not in _TORCHRUN
         if (word.text.endswith(".py") and not word.text.startswith("-")) or module or word.text in PROGRAMS:

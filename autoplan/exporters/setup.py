@@ -239,6 +239,7 @@ def _run_values_of_zero(setup: Setup, zero: int) -> dict[str, Any]:
         "overlap_zero": overlap,
         "overlap_gather": o.overlap_gather or not (overlap and once),
         "zero_by_tensor": o.zero_by_tensor and zero == 3,
+        "host_sums": o.host_sums and bool(c.offload) and zero > 0,
         "reduce_once": o.reduce_once and zero >= 2 and c.num_micro_batches > 1,
         "whole_sums": o.whole_sums and zero == 1,
         "all_reduced": o.all_reduced and zero == 1,

@@ -81,6 +81,8 @@ _OTHER_TRAINERS = {
     **{trl.PROGRAM: "TRL", "llamafactory-cli": "LLaMA-Factory"},
     **dict.fromkeys(("use_peft", "max_length"), "TRL"),
     **dict.fromkeys(("finetuning_type", "cutoff_len", "template", "stage"), "LLaMA-Factory"),
+    # open_instruct/finetune.py takes its precision from accelerate launch, olmo_core_finetune.py has bfloat16
+    **dict.fromkeys(("mixer_list", "dataset_mixer_list"), "open-instruct"),
 }
 # Arguments of scripts that change time or memory -> where they are given here, and the choice that it is
 _OF_SCRIPTS = {
@@ -106,10 +108,12 @@ _BY_SCRIPT = "the configuration that the script makes for DeepSpeed"
 _OF_LAUNCH, _LAUNCHED = "the configuration of accelerate launch", (("fsdp", "deepspeed"), ("bf16", "fp16"))
 # Where the values of accelerate launch stand, and the file that it names; options that are fields of a section
 ACCELERATE_AT, ACCELERATE_FILE = "accelerate.", "accelerate_file"
+_OPTION, _LAUNCH_ARGS = "launch.options.", "accelerate_launch_args."  # the second: in JSON of fms-hf-tuning
 _OF_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "fsdp_config.": ("fsdp_",),
     "deepspeed_config.": ("zero", "offload_", "deepspeed_", "gradient_"),
 }
+_ENGINES = ("deepspeed", "fsdp", "fsdp_config")
 _SECTIONS = ("fsdp_config", "deepspeed", "accelerator_config", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
 
 
@@ -119,6 +123,11 @@ def as_arguments(values: Values) -> dict[str, Any]:
     Sections may be texts of JSON; names in `fsdp_config` may begin with `fsdp_`; `accelerate launch` has the engine and
     the precision that the arguments do not name: in its options, and in the file that they name.
     """
+    empty: tuple[Any, ...] = (None, "", {}, [])  # of an engine whose key has no value (`deepspeed:`), which is none
+    values = {path: value for path, value in values.items() if path not in _ENGINES or value not in empty}
+    if any(path.startswith(_LAUNCH_ARGS) for path in values):
+        values = {path.replace(_LAUNCH_ARGS, _OPTION, 1): value for path, value in values.items()}
+        values |= {"launch.by": "accelerate"}
     trl.refuse_others(values)
     values = trl.as_sft(values) if trl.is_sft(values) else own_arguments(values, KINDS)
     if ADAPTERS not in values:
@@ -158,7 +167,7 @@ def _made_by_script(values: Values) -> dict[str, Any]:
 
 def _accelerated(path: str) -> str:
     """Return the path, below `accelerate` for an option of accelerate launch and a field of the file that it names."""
-    option = path.removeprefix("launch.options.")
+    option = path.removeprefix(_OPTION)
     if option == path:
         file = path.removeprefix(f"{ACCELERATE_FILE}.")
         return path if file == path else f"{ACCELERATE_AT}{file}"

@@ -11,7 +11,7 @@ from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
 from autoplan.exporters import accelerate, trainer_kinds, trl
 from autoplan.exporters.accelerate import ACCELERATE, engine
-from autoplan.exporters.deepspeed import DEEPSPEED, read_overlap, read_zero, read_zero_offload, write_zero
+from autoplan.exporters.deepspeed import DEEPSPEED, on_disk, read_overlap, read_zero, read_zero_offload, write_zero
 from autoplan.exporters.launching import processes, srun
 from autoplan.exporters.record import (
     Document,
@@ -209,7 +209,9 @@ def _no_engine(document: Document, found: Values) -> str | None:
     told = document.has("launch.by") or document.has(trainer_kinds.NAME) or _launched(document) is not None
     if told or document.has("deepspeed") or _strategies(document) or found["zero_stage"] or found.get("dp", 1) == 1:
         return None
-    return "no engine is named: DistributedDataParallel, unless accelerate launch is told another (give --zero-stage)"
+    stated = any(document.has(name) for name in ("bf16", "fp16"))
+    give, what = ("--zero-stage", "") if stated else ("--zero-stage, --precision", f" and {found['precision']}")
+    return f"no engine is named: DistributedDataParallel{what}, unless accelerate launch is told another (give {give})"
 
 
 def _of_accelerate(rule: TargetRule) -> TargetRule:
@@ -290,6 +292,7 @@ TRANSFORMERS = Target(
         *trl.RULES,
         *trainer_kinds.OWN_RULES,
         TargetRule(of_scripts, warns=True),
+        TargetRule(on_disk, warns=True),
         TargetRule(_no_engine, warns=True),
     ),
 )

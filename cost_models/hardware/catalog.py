@@ -21,7 +21,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import TypeVar
 
-from autoplan.cost_models.hardware.parts import Device, Level, Price
+from autoplan.cost_models.hardware.parts import Device, Host, Level, Price
 from autoplan.errors import PinError
 from autoplan.names import begins_with, matching, one_of, plain_name, same_letters
 from autoplan.units import GB, GIB, MIB, TERA
@@ -162,7 +162,8 @@ def _entry(row: Mapping[str, str]) -> CatalogEntry:
     peaks = {d: v * TERA / ranks for d, column in PEAK_COLUMNS.items() if (v := _number(row, column)) is not None}
     train = next(d for d in ("bfloat16", "float16", "float32") if d in peaks)
     mamf = _number(row, "mamf_tflops_bf16_measured")
-    host_memory = _part(row, "host_mem_gb", ranks, GB)
+    host_memory, host_speed = _part(row, "host_mem_gb", ranks, GB), _number(row, "host_mem_gb_s_per_node")
+    per_node = int(_required(row, "devices_per_node")) * ranks
     device = Device(
         name=row["id"],
         peak_flops=peaks[train],
@@ -176,6 +177,7 @@ def _entry(row: Mapping[str, str]) -> CatalogEntry:
         unverified=tuple(f for f in row["unverified_fields"].split(";") if f),
         host_bytes_per_s=_part(row, "host_gb_s_per_dir", ranks, GB),
         host_memory_bytes=None if host_memory is None else int(host_memory),
+        host=None if host_speed is None else Host(host_speed * GB, per_node),
         compute_capability=_number(row, "compute_capability"),
     )
     for prefix, fabric, latency_s in _FABRIC_OF_LINK:  # noqa: B007  the first match is used below
@@ -184,7 +186,6 @@ def _entry(row: Mapping[str, str]) -> CatalogEntry:
     else:
         raise PinError(f"the hardware catalog has an unknown link {row['scaleup_link']!r} for {row['id']}")
     domain = int(_required(row, "scaleup_domain_devices")) * ranks
-    per_node = int(_required(row, "devices_per_node")) * ranks
     peer = _number(row, "scaleup_p2p_gb_s_per_dir")
     speed = _required(row, "scaleup_gb_s_per_dir_per_device")
     scaleup = Level(

@@ -52,11 +52,12 @@ __all__ = ["Cluster", "Device", "Group", "Level", "Price"]
 
 _LOCAL_LAUNCH_S = 5e-6
 _MOST_IN_ONE_MACHINE = 16  # sockets of the largest servers sold with PCIe cards
-# A device's share of its host by default; assumed and unverified (no source of the catalog has them). Servers of eight
-# devices are sold with 1 to 2 TB for all; with two sockets of eight channels of DDR4-3200 each (25.6 GB/s a channel) an
-# eighth is 51 GB/s, of which copies reach about 80 %.
+# A device's share of its host where the catalog has none; assumed. Servers of eight devices are sold with 1 to 2 TB for
+# all; with two sockets of eight channels of DDR4-3200 each (25.6 GB/s a channel) an eighth is 51 GB/s, of which copies
+# reach about 80 %.
 ASSUMED_HOST_MEMORY_BYTES = 128 * GB
 ASSUMED_HOST_BYTES_PER_S = 40.0 * GB
+_COPIES_REACH = 0.8  # of the speed of a host's memory by data sheet
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,19 @@ class Cluster(Nodes):
         if given is None and self.device_type == "cpu":
             return self.device.memory_bytes_per_s / 2
         return given
+
+    @property
+    def host_memory_bytes_per_s(self) -> float:
+        """A device's share of the speed at which its host copies memory: given, of its usual host, or assumed.
+
+        The devices of a node that are in use share all of it: the work of one device may run on all cores.
+        """
+        given, host = self.device.host_memory_bytes_per_s, self.device.host
+        if given is not None:
+            return given
+        if host is None:
+            return ASSUMED_HOST_BYTES_PER_S
+        return _COPIES_REACH * host.memory_bytes_per_s / min(self.devices_per_node, host.num_devices)
 
     @property
     def offloads(self) -> bool:

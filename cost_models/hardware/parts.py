@@ -41,6 +41,19 @@ ASSUMED = "assumed"  # the source of figures that nobody has looked up
 
 
 @dataclass(frozen=True)
+class Host:
+    """The host of a device's usual node, which the devices in use share.
+
+    Attributes:
+        memory_bytes_per_s: The speed of its memory by data sheet: sockets x channels x the rate of a channel.
+        num_devices: The devices of the node.
+    """
+
+    memory_bytes_per_s: float
+    num_devices: int
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator (or CPU process).
 
@@ -62,7 +75,8 @@ class Device:
     unverified: tuple[str, ...] = ()  # columns of the catalog that no source confirms
     host_bytes_per_s: float | None = None  # to or from host memory, one direction
     host_memory_bytes: int | None = None  # its share of host memory; None: see Cluster.host_memory_bytes
-    host_memory_bytes_per_s: float | None = None  # its share of the speed of host memory; None: assumed
+    host_memory_bytes_per_s: float | None = None  # its share of the speed of host memory; None: of `host`, or assumed
+    host: Host | None = None  # the host of its usual node; None: not known
     compute_capability: float | None = None  # of CUDA (10.0: Blackwell); None: not known, or of another vendor
 
     def __post_init__(self) -> None:

@@ -259,7 +259,7 @@ class LeastTime:
         hidden = np.zeros(len(self.blocks))
         each = reduce * pricer.scatters
         if c.zero_stage == 2:
-            backward = backward + _beside(each, p.backward, pricer)
+            backward = backward + _beside(each, p.backward * self.costs.options.overlap_zero, pricer)
         elif c.zero_stage == 3:
             again = np.array([b.gathered is Gathered.TWICE or self.costs.mode is Mode.FUSED for b in self.blocks])
             moved, behind = gather * again + each, p.backward + p.sent_backward
@@ -324,7 +324,7 @@ class LeastTime:
         shares = (pricer.share(False), pricer.share(True))
         terms: tuple[tuple[object, Callable[[BlockWork], float]], ...] = (
             (("gather", c.zero_stage > 0, *shards), lambda b: pricer.traffic_s(b)[0]),
-            (("reduce", *reduces, *shards), lambda b: pricer.traffic_s(b)[1]),
+            (("reduce", *reduces, *shards, pricer.host_sum_copies), lambda b: pricer.traffic_s(b)[1]),
             (("across", *shares, groups["zero_replicas"], pricer.moves_once), lambda b: pricer.across_s(b)),
             (("add", shares if pricer.scatters else 1, c.zero_stage >= 2), lambda b: pricer.added(b).mid),
             (

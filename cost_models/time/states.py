@@ -23,6 +23,10 @@ REPLICAS = {False: "replicas", True: "expert_replicas"}
 # Seconds to start one copy, from C++, of a collective over a list of tensors, which makes one copy per rank: half the
 # time of an operation from Python. Assumed.
 _LIST_COPY_S = 5e-6
+# Time of a copy from pageable memory over that from pinned memory: 4 to 6 (deepspeedai/DeepSpeed, pull request 5301).
+# DeepSpeed's ZeRO 3 returns parameters so (_reassign_or_swap_out_partitioned_parameters of stage3.py, a blocking copy
+# to another dtype), ZeRO 1 and 2 did until March 2024.
+_PAGED = 5.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class StatePricer:
         reduces_beside: True if ZeRO 0 reduces gradients during the backward.
         reduction: The collective that sends the gradients of ZeRO 1 to 3.
         scatters: True if every backward of ZeRO 2 and 3 reduces gradients; False if the last one alone does.
+        host_sums: True if the sums of gradients are on the host (`RunOptions.host_sums`).
     """
 
     def __init__(self, config: ParallelConfig, costs: Costs, precision: Precision, groups: Mapping[str, Group]) -> None:
@@ -113,6 +118,7 @@ class StatePricer:
         self.reduces_beside: bool = reduced_beside(config, costs)
         self.reduction = "all_to_all" if reduces_by_exchange(costs.cluster.device_type) else "reduce_scatter"
         self.scatters: bool = scatters_each(config, costs.options)
+        self.host_sums: bool = costs.options.host_sums and bool(config.offload) and config.zero_stage > 0
         if (costs.options.whole_sums or costs.options.all_reduced) and config.zero_stage == 1:
             self.reduction = "all_reduce"
 
@@ -159,13 +165,15 @@ class StatePricer:
         waited = self.costs.wait_s(forward.mid) if sharded else ZERO
         gathering = self._beside(gather, forward) + waited
         one, two = ((self.costs.wait_s(backward.mid / n, n) if reduce.mid else ZERO) for n in (1, 2))
+        reduce += self.summed_on_host(block)
         gather_once = gather if stage in (1, 2) else ZERO
         in_last = stage > 0 and not self.scatters
         reduce_once = (reduce if in_last else ZERO) + across
         last = self.beside(reduce_once, backward, self.hides) + (one if in_last else ZERO)
         reduce = ZERO if in_last else reduce
         if stage < 3:
-            reducing = self._beside(reduce, backward) + one if self.scatters else ZERO
+            behind = backward if self.costs.options.overlap_zero else ZERO
+            reducing = self._beside(reduce, behind) + one if self.scatters else ZERO
             first = gathering if stage else ZERO
             return ZeroTerms(
                 hooks["forward"], reducing + hooks["backward"], first, last if stage else ZERO, gather_once, reduce_once
@@ -199,16 +207,17 @@ class StatePricer:
             # (torch.distributed.fsdp._fully_shard: FSDPParam.all_gather_inputs, foreach_reduce)
             there = [p for p in mine if self._by_policy(p)]
             if there:
-                shard = sum(p.num_elements * self._shown_bytes(p) for p in there) / ranks
+                held = [dtype_bytes(p.dtype) if self.host_sums else self._shown_bytes(p) for p in there]
+                shard = sum(p.num_elements * size for p, size in zip(there, held, strict=True)) / ranks
                 gather.append(self.costs.host_copy_s(shard))
                 back = sum(p.num_elements * self._shown_bytes(p) for p in there if p.trainable) / ranks
-                reduce.append(self.costs.host_copy_s(back))
+                reduce.append(ZERO if self.host_sums else self.costs.host_copy_s(back))
         return total(gather), total(reduce), bool(gather)
 
     def traffic_s(self, block: BlockWork) -> tuple[float, float]:
         """Return the seconds of one gather and of one reduction of a block over its replicas, nothing hidden."""
         gather, reduce, _ = self._zero(block)
-        return gather.mid, (reduce + self.all_reduces(block)).mid
+        return gather.mid, (reduce + self.summed_on_host(block) + self.all_reduces(block)).mid
 
     def across_s(self, block: BlockWork) -> float:
         """Return the seconds of summing gradient shards over replicas (hybrid ZeRO)."""
@@ -276,17 +285,42 @@ class StatePricer:
     def moved(self, block: BlockWork) -> Quantity:
         """Return the seconds of copying gradient shards to the host and parameters back, once per step, nothing hidden.
 
-        See `runtime.offload`. A master without shards is copied back in 16 bits: it is rounded on the host.
+        See `runtime.offload`. A master without shards is copied back in 16 bits: it is rounded on the host. So is any
+        in DeepSpeed (`RunOptions.host_sums`), whose gradients are widened before they go to the host.
         """
         if not self.config.offload:
             return ZERO
         size = 0.0
         for p in self.updated(block):
-            if not self._by_policy(p):
-                share, shown = self.share(p.expert), self._shown_bytes(p)
+            share, shown = self.share(p.expert), self._shown_bytes(p)
+            if self.host_sums:
+                paged = _PAGED if self.config.zero_stage == 3 else 1.0
+                back = 0.0 if self._by_policy(p) else dtype_bytes(p.dtype) * paged
+                size += p.num_elements / share * (shown + back)
+            elif not self._by_policy(p):
                 back = shown if share > 1 else dtype_bytes(p.dtype)
                 size += p.num_elements / share * (shown + back)
         return self.costs.host_copy_s(size)
+
+    @cached_property
+    def host_sum_copies(self) -> float:
+        """The copies between device and host of a sum of gradients in every reduction, averaged over micro-batches.
+
+        ZeRO 3 has the gradients of the only micro-batch there and back, too. ZeRO 2 fetches no sum in the first
+        micro-batch, and has none where there is only one; ZeRO 1 reduces once per step.
+        """
+        if not self.host_sums:
+            return 0.0
+        m, stage = self.config.num_micro_batches // num_copies(self.config.schedule), self.config.zero_stage
+        return 2.0 if stage == 3 or (m > 1 and stage == 1) else 2.0 - 1.0 / m if m > 1 else 0.0
+
+    def summed_on_host(self, block: BlockWork) -> Quantity:
+        """Return the seconds of copying the block's sums of gradients between device and host in every reduction."""
+        if not self.host_sum_copies:
+            return ZERO
+        trained = [p for p in self._moved_params(block) if p.trainable]
+        size = sum(p.num_elements * self.grad_bytes(p.dtype) / self.share(p.expert) for p in trained)
+        return self.costs.host_copy_s(size * self.host_sum_copies)
 
     def accumulate(self, block: BlockWork) -> Quantity:
         """Return the seconds of adding gradients in every micro-batch but the first, averaged over all.

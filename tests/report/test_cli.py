@@ -260,6 +260,7 @@ EVERYTHING = RunOptions(
     all_reduced=True,
     reduce_once=True,
     module_hooks=True,
+    host_sums=True,
 )  # nothing of it is a default
 
 
@@ -272,7 +273,7 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
     assert "flash1 attention, graphs launch, overlap of ep and tp, flex_fp8 dispatcher, no sequence parallelism" in text
     assert "compiled loss, whole losses, fused norms, ZeRO not overlapped, ZeRO 3 by tensor" in text
     assert "whole sums of gradients, gradients reduced in 32 bits, gradients all-reduced" in text
-    assert "gradients reduced once, hooks around every module, buckets of 1000 elements, expandable" in text
+    assert "gradients reduced once, hooks around every module, gradients summed on the host, buckets of 1000" in text
     assert "expandable segments, gradients added apart from products, split sends" in text
     assert "documents of 256 tokens" in text, text
     assert text.endswith(" ".join(words)) and "weights gathered in 8 bits" not in text  # bf16

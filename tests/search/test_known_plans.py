@@ -42,6 +42,7 @@ OF_STEPS = {
     "all_reduced": True,
     "reduce_once": True,
     "module_hooks": True,
+    "host_sums": True,
     "sends": "serial",
     "zero_bucket": 1000,
 }
