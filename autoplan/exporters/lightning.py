@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.errors import PinError
+from autoplan.exporters.fms_fsdp import FMS, FmsFlags, is_of_fms, read_fms
+from autoplan.exporters.launching import processes
 from autoplan.exporters.litgpt import LITGPT, LITGPT_RULES, LitgptYaml, is_of_litgpt, read_litgpt
 from autoplan.exporters.nemo_recipes import is_script
 from autoplan.exporters.record import Document, Field, Target, TargetRule, Values, base_of, derived, micro_batches
@@ -100,7 +102,7 @@ def _read(document: Document, found: Values) -> Values:
 
 
 def _read_steps(document: Document, found: Values) -> Values:
-    if is_of_litgpt(document):
+    if is_of_litgpt(document) or is_of_fms(document):
         return {}
     steps = document.count("accumulate_grad_batches")
     out = {"num_micro_batches": steps}
@@ -125,6 +127,12 @@ def _world(document: Document, found: Values) -> str | None:
         return None
     near = f"num_nodes={document.task.num_nodes}, devices={document.task.devices_per_node}"
     return f"num_nodes x devices = {nodes * devices}, but the cluster has {total} devices; nearest: {near}"
+
+
+def _stack(document: Document) -> str:
+    if is_of_fms(document):
+        return "torch-fsdp"
+    return "deepspeed" if "eep" in str(document.get("strategy")) else "torch-eager"
 
 
 LIGHTNING = Target(
@@ -182,9 +190,14 @@ LIGHTNING = Target(
             *("zero_stage", "zero_replicas", "micro_batch_size", "num_micro_batches", "global_batch_size", "recompute"),
             *("reruns", "mode", "attention", "reduce_once", "seq_len"),
         ),
+        derived(
+            read_fms,
+            *("zero_replicas", "micro_batch_size", "num_micro_batches", "global_batch_size", "recompute", "mode"),
+            "seq_len",
+        ),
     ),
-    also=(LitgptYaml(),),
-    marks_also=(LITGPT,),
+    also=(LitgptYaml(), FmsFlags()),
+    marks_also=(LITGPT, FMS),
     marks=("strategy", "accumulate_grad_batches", "devices"),
     launch=lambda setup, file, year: (
         ["python train.py"]
@@ -216,6 +229,6 @@ LIGHTNING = Target(
         "sequence_parallel": "a property of configure_model",
         "overlap": "a property of configure_model",
     },
-    stack_of=lambda d: "deepspeed" if "eep" in str(d.get("strategy")) else "torch-eager",
-    rules=(TargetRule(_world), *OWN_RULES, *LITGPT_RULES),
+    stack_of=_stack,
+    rules=(TargetRule(_world), TargetRule(processes), *OWN_RULES, *LITGPT_RULES),
 )

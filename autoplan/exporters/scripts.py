@@ -194,9 +194,11 @@ def command_parts(command: Sequence[Word]) -> tuple[list[Word], list[Word]]:
 
     A program that starts another one has its words behind `--` (`python mason.py --gpus 8 -- torchrun train.py`).
     """
-    inner = next((k for k, word in enumerate(command) if word.text == "--"), len(command))
-    if (parts := command_parts(command[inner + 1 :]) if inner < len(command) else ([], []))[0]:
-        return parts
+    dashes = next((k for k, word in enumerate(command) if word.text == "--"), None)
+    if dashes is not None and command_parts(command[:dashes])[0]:  # not those of a launcher alone
+        inner = command_parts(command[dashes + 1 :])
+        if inner[0]:
+            return inner
     for k, word in enumerate(command):
         module = k > 0 and command[k - 1].text == "-m" and word.text not in _TORCHRUN
         if (word.text.endswith(".py") and not word.text.startswith("-")) or module or word.text in PROGRAMS:

@@ -9,7 +9,7 @@
       memory_gb: 79.6                   # usable, 1e9 bytes
       memory_gb_s: 3350
       host_memory_gb: 256               # host memory per device (default 128, assumed)
-      host_memory_gb_s: 60              # its speed (default 40, assumed)
+      host_memory_gb_s: 60              # its speed for one device (default: its part of the usual host, or 40, assumed)
       host_gb_s: 63                     # speed of the link to it
       peak_tflops: {bfloat16: 989}
       achievable_fraction: 0.8

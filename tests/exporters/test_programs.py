@@ -50,6 +50,8 @@ def test_a_program_that_starts_another_one_has_it_behind_two_dashes(tmp_path: Pa
     found = read(tmp_path, f"python mason.py --gpus 8 --env A=1 -- {launch} finetune.py {TRAINER}\n")
     assert (found.says["zero_stage"], found.says["precision"], found.says["micro_batch_size"]) == (2, "bf16", 2)
     assert "gpus" not in found.foreign and found.like.startswith("deepspeed@")
+    alone = read(tmp_path, f"{launch} -- finetune.py {TRAINER}\n")  # options end there
+    assert (alone.says["zero_stage"], alone.says["precision"], alone.like) == (2, "bf16", found.like)
     with pytest.raises(PinError, match="open-instruct"):
         read(tmp_path, f"torchrun --nproc_per_node 8 olmo_core_finetune.py {TRAINER} --mixer_list a 1.0\n")
 
