@@ -110,6 +110,8 @@ def test_tokens_that_cannot_be_shared_are_named() -> None:
     graph = capture(*models.joint(4, 3, 7), models.square_error)
     with pytest.raises(PinError, match="7 tokens of Joint cannot be cut into equal parts over cp=2"):
         program_of(graph, 2, cp=2)
+    with pytest.raises(PinError, match=r"seq_len=9: the tokens of Joint are those of its example.*: seq_len=2"):
+        plan_program(graph_of("split"), Cluster.local(1, "cpu"), {}, 2, 9)
     with pytest.raises(PinError, match=r"6 tokens of Joint cannot be cut into equal parts over cp=4.*: cp=2"):
         program_of(graph_of("split"), 4, cp=4)
 
