@@ -415,7 +415,8 @@ class _Build:
     def _boundaries(self) -> None:
         """Add one layout choice per class of values that blocks hand to each other.
 
-        Inputs are R, the loss is I, and what the denominator of the loss counts is R: every rank counts all of it.
+        Inputs are R, the loss is I, and what the denominator of the loss counts is R: every rank counts all of it. So
+        are whole sequences, of which context parallelism cuts a rank's part before tensor parallelism does.
         """
         links = Classes[ValueKey]()
         for call in self.graph.calls:
@@ -427,6 +428,7 @@ class _Build:
                 links.join(("", actual), (block.name, formal))
         classes = links.members()
         whole = [*self.graph.inputs, *([self.graph.loss_target] if self.graph.loss_target is not None else [])]
+        whole += self._cut_later()
         fixed = {links.find(("", n)): self.all_r for n in whole if ("", n) in links}
         fixed[links.find(("", self.graph.output))] = self.all_i
         for root, keys in classes.items():
@@ -444,6 +446,14 @@ class _Build:
                 for layout in candidates
             )
             self.choices.append(LayoutChoice(ChoiceKind.BOUNDARY.name_of(f"{probe[0]}/{probe[1]}"), options))
+
+    def _cut_later(self) -> list[str]:
+        """Return the whole sequences that calls without parameters make, if ranks share sequences."""
+        if not self.graph.parts and self.settings.context == 1:
+            return []
+        free = self.graph.free_calls()
+        made = (name for call in self.graph.calls if call.name in free for name in call.outputs)
+        return [name for name in made if any("s" in size.symbols for size in self.graph.values[name].shape)]
 
     def _boundary_layouts(self, key: ValueKey) -> list[Layout]:
         value = self.value(key)

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 import joint_models as models
+import parity
 import pytest
 import torch
 from harness import pool
@@ -18,15 +19,19 @@ from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.codegen.program import Layouts, Program
 from autoplan.config.adapters import read_adapters
+from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.ir.layout import Axis
 from autoplan.ops.batch import context_obstacle
 from autoplan.planning import plan_program
 from autoplan.plans.layouts import layouts_of
 from autoplan.program.adapters import with_adapters
+from autoplan.program.choice_kinds import ChoiceKind
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.passes import executed
+from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.workload import workload
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import evaluate_terms
@@ -110,6 +115,8 @@ def test_tokens_that_cannot_be_shared_are_named() -> None:
     graph = capture(*models.joint(4, 3, 7), models.square_error)
     with pytest.raises(PinError, match="7 tokens of Joint cannot be cut into equal parts over cp=2"):
         program_of(graph, 2, cp=2)
+    with pytest.raises(PinError, match=r"seq_len=9: the tokens of Joint are those of its example.*: seq_len=2"):
+        plan_program(graph_of("split"), Cluster.local(1, "cpu"), {}, 2, 9)
     with pytest.raises(PinError, match=r"6 tokens of Joint cannot be cut into equal parts over cp=4.*: cp=2"):
         program_of(graph_of("split"), 4, cp=4)
 
@@ -203,6 +210,28 @@ def test_arithmetic_is_shared_out() -> None:
             work = workload(graph, layouts.selection, costs)
             total.append(sum(op.flops for c in graph.calls for op in work.blocks[c.block].ops if op.op == "attention"))
         assert total[0] == 2 * total[1] > 0
+
+
+def test_whole_sequences_are_cut_before_tensor_parallelism_splits_them() -> None:
+    """Tables that calls without parameters make are handed over whole: their split is not that of a rank's part."""
+    llama = parity.graph_of("llama", 0.0)
+    for graph, context, whole in ((graph_of("split"), 1, True), (llama, 2, True), (llama, 1, False)):
+        env, axes = {"b": 2, "s": graph.bounds.get("s", (8,))[0]}, (Axis("tp", 2),)
+        settings = IntraSettings(axes, Costs(Cluster.local(2, "cpu")), env, context=context)
+        free = {name for call in graph.calls if call.name in graph.free_calls() for name in call.outputs}
+        tables = {
+            (call.block, formal)
+            for call in graph.bound_calls()
+            for actual, formal in zip(call.inputs, graph.blocks[call.block].inputs, strict=True)
+            if actual in free
+        }
+        found = [
+            {layout[0].kind_name for option in choice.options for key, layout in option.provides if key in tables}
+            for choice in build_problem(graph, settings).choices
+            if choice.name.startswith(ChoiceKind.BOUNDARY.value)
+        ]
+        kinds = set[str]().union(*found)
+        assert tables and (kinds == {"R"} if whole else "S" in kinds)
 
 
 def test_the_search_shares_long_sequences() -> None:

@@ -86,6 +86,8 @@ def _bounds(symbol: str) -> Callable[[ParallelConfig, Facts], str | None]:
         low, high = bounds
         if low <= length and (high is None or length <= high):
             return None
+        if symbol == "s" and f.model.graph.parts:
+            return f"seq_len={length}: the tokens of {f.model.name} are those of its example, {low} in this unit"
         allowed = f"{low} or more" if high is None else f"{low} to {high}"
         return (
             f"sequences of {length} tokens: the forward of {f.model.name} depends on the length, and this graph is "
