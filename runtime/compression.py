@@ -175,13 +175,14 @@ class _LowRank:
                 g.copy_(matrix.view(g.shape))
             if waiting is not None and flat is not None:
                 waiting.wait()
-                for g, part in zip(whole, flat.split([g.numel() for g in whole]), strict=True):
+                for g, part in zip(whole, torch.split(flat, [g.numel() for g in whole]), strict=True):
                     g.copy_(part.view(g.shape))
             self.num_given += sum(g.numel() for g in gradients)
         self._step += 1
 
     def _rank_of(self, shape: torch.Size) -> int:
-        return min(*shape, self.settings.rank)
+        n, m = shape
+        return min(n, m, self.settings.rank)
 
     def _saves(self, matrix: torch.Tensor) -> bool:
         n, m = matrix.shape
@@ -230,11 +231,12 @@ class _LowRank:
         flat = torch.cat([x.reshape(-1) for x in factors])
         self.num_sent += flat.numel()
         dist.all_reduce(flat, group=self.group)
-        parts = flat.split([x.numel() for x in factors])
+        parts = torch.split(flat, [x.numel() for x in factors])
         return [part.view(x.shape) for part, x in zip(parts, factors, strict=True)]
 
 
 def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
     """Return an orthonormal basis of the space of the columns of every matrix, filled up where they are dependent."""
     wide = columns.float() if columns.dtype.itemsize == 2 else columns
-    return torch.linalg.qr(wide).Q.to(columns.dtype)
+    basis: torch.Tensor = torch.linalg.qr(wide).Q
+    return basis.to(columns.dtype)

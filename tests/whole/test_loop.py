@@ -465,7 +465,7 @@ def test_what_cannot_be_done_is_said_on_all_ranks() -> None:
         "was given no batch",
         "must have the same shapes",
         "must have the same shapes",
-        "rank 1: the batch has no samples",
+        "rank 1: the batch has no samples; where there are fewer than data-parallel ranks, give all",
         "this program takes input_ids, labels",
         "gradients are dropped",
         "'*.bais' fits no trained parameter",
