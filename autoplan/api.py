@@ -324,7 +324,7 @@ def _given_program(
 
 def _cluster_of_job(cluster: Cluster | Path | str, model: nn.Module, device: torch.device | str | None) -> Cluster:
     """Return the cluster to plan for. Raises PinError unless it has one device for each process of this job."""
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = dist.get_world_size() if dist.is_initialized() else devices.size_of_job(os.environ)
     if not isinstance(cluster, Cluster):
         own = model if isinstance(model, nn.Module) else None
         cluster = Cluster.of(cluster, world, devices.device_kind(devices.read(device), devices.sight(own)))

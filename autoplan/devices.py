@@ -33,6 +33,7 @@ LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI
 LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 # Variables with the number of processes that a launcher started together: Slurm (one srun), Open MPI, MPICH, Intel MPI.
 STARTED_TOGETHER = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torchrun
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _KEY = "autoplan/device"
 
@@ -264,6 +265,34 @@ def settle(places: Sequence[DevicePlace], rank: int) -> Placement:
         sum(p.host == mine.host for p in places),
         len(by_gpu[mine.gpu or mine.host]),
     )
+
+
+def size_of_job(environment: Mapping[str, str]) -> int:
+    """Return the number of processes that train together, by the variables of torchrun; 1 without them.
+
+    Raises:
+        DeviceError: one of them is missing, or not a number that it can be.
+    """
+    given = {name: environment[name] for name in _RENDEZVOUS if name in environment}
+    missing = [name for name in _RENDEZVOUS if name not in environment]
+    lone = "WORLD_SIZE" in given and given["WORLD_SIZE"] != "1" and "RANK" not in given
+    if missing and (lone or "RANK" in given):
+        known = "RANK" if "RANK" in given else "WORLD_SIZE"
+        verb = "is" if len(missing) == 1 else "are"
+        raise DeviceError(
+            f"{known}={given[known]}, but {', '.join(missing)} {verb} not set: start the "
+            f"script with torchrun, which sets all of them, or unset {known} to train by one process"
+        )
+    if "RANK" not in given:
+        return 1
+    limits = {"WORLD_SIZE": (1, None), "RANK": (0, "WORLD_SIZE"), "MASTER_PORT": (0, None)}
+    numbers: dict[str, int] = {}
+    for name, (least, below) in limits.items():
+        numbers[name] = int(given[name]) if given[name].isdecimal() else -1
+        if numbers[name] < least or (below is not None and numbers[name] >= numbers[below]):
+            wanted = f"of at least {least}" + (f" and below {below}={given[below]}" if below is not None else "")
+            raise DeviceError(f"{name}={given[name]!r} must be a whole number {wanted}; torchrun sets it")
+    return numbers["WORLD_SIZE"]
 
 
 def start(

@@ -27,6 +27,7 @@ from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 from autoplan.units import LossUnit
 
 CONTENTS_EVERY = 100  # steps
+_NO_SAMPLES = "the batch has no samples"
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,8 @@ class Batches:
     def problem_of_evaluation(self, batch: Any, num: int | None = None) -> str | None:
         """Return why this rank cannot evaluate this batch, cut into `num` parts if given; None if it can."""
         found = active_autocast() or self._form(batch)
+        if found is not None and found.startswith(_NO_SAMPLES):
+            return f"{_NO_SAMPLES}; where there are fewer than data-parallel ranks, give all of them to every rank"
         if found is None and num is not None:
             total = self._length(batch)
             found = self._shapes(batch, {total // num, -(-total // num)})
@@ -226,7 +229,7 @@ class Batches:
         if len(set(sizes.values())) != 1:
             return f"the tensors of the batch have different batch sizes: {sizes}"
         if total == 0:
-            return f"the batch has no samples; give {self._num} or a multiple"
+            return f"{_NO_SAMPLES}; give {self._num} or a multiple"
         return None
 
     def _divides(self, batch: Mapping[str, torch.Tensor]) -> str | None:

@@ -181,8 +181,8 @@ class _LowRank:
         self._step += 1
 
     def _rank_of(self, shape: torch.Size) -> int:
-        rank: int = min(*shape, self.settings.rank)
-        return rank
+        n, m = shape
+        return min(n, m, self.settings.rank)
 
     def _saves(self, matrix: torch.Tensor) -> bool:
         n, m = matrix.shape

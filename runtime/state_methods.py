@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,18 @@ from autoplan.runtime.spec import ParamSpec, ProgramSpec
 from autoplan.runtime.state import IncompatibleKeys
 
 _Read = TypeVar("_Read")
+_FORWARD = "pm.step(batch) does forward and backward, pm.eval_step(batch) and pm.eval_outputs(batch) a forward alone"
+_MODULE = "pm.to_module() returns the trained module, pm.named_parameters() and pm.state_dict() have its tensors"
+_DTYPE = "precision= of autoplan.parallelize says what it computes in"
+_DEVICE = "device= of autoplan.parallelize says where it runs"
+_INSTEAD: Mapping[str, str] = {  # of what a module has, or DistributedDataParallel
+    **dict.fromkeys(("forward", "backward"), _FORWARD),
+    **dict.fromkeys(("module", "modules", "named_modules", "children", "generate"), _MODULE),
+    **dict.fromkeys(("half", "bfloat16", "float", "double"), _DTYPE),
+    **dict.fromkeys(("to", "cuda", "cpu"), f"{_DEVICE}, {_DTYPE}"),
+    "no_sync": "pm.step([batch, batch]) accumulates, and reduces gradients once",
+    "requires_grad_": "freeze parameters of the module before autoplan.parallelize",
+}
 
 
 class TrainingPoint(NamedTuple):
@@ -75,6 +87,17 @@ class StateMethods:
             "torch.save, AveragedModel): pm.to_module(None) returns the trained module on every rank, pm.state_dict() "
             "its tensors; an average is kept of each of pm.named_parameters()"
         )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse what a module does when it is called."""
+        raise TypeError(f"a ParallelModel is not called: {_FORWARD}")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what there is in place of an attribute of modules or of DistributedDataParallel."""
+            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}{instead}", name=name, obj=self)
 
     @guarded("full_tensors")
     def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -224,7 +247,8 @@ class StateMethods:
         """
         if self.exporter is None:
             raise AgreedRuntimeError(
-                f"{self.spec.model} is not a model of transformers; use pm.state_dict() or pm.save_checkpoint()"
+                f"{self.spec.model} is not a model of transformers; use pm.state_dict(), pm.save_checkpoint(), or what "
+                "pm.to_module() has (on rank 0)"
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.exporter.write(Path(folder), self._state.whole, rank, self.device)

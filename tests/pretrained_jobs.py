@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def refusals(rank: int, world: int, folder: str) -> dict[str, str]:
     only_here = folder if rank == 0 else f"{folder}/none"
     return {
         "no weights": said(made("llama", "meta"), weights=f"{folder}/none"),
+        "empty folder": said(made("llama", "meta"), weights=os.path.dirname(os.path.abspath(__file__))),
         "none on one rank": said(made("llama", "meta"), weights=only_here),
         "other weights": said(made("mixtral", "meta"), weights=folder),
         "half an init": said(made("llama", "meta"), init=half),

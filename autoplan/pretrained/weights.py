@@ -145,6 +145,11 @@ def _paths(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            "there is no such folder; give one that save_pretrained wrote (of a model of the Hub "
+            "huggingface_hub.snapshot_download makes one)"
+        )
     raise FileNotFoundError(f"it has neither {INDEX} nor {SINGLE}")
 
 

@@ -35,6 +35,7 @@ from autoplan.runtime.checkpoint.folders import (
     Damaged,
     damage_of,
     folder_of,
+    foreign_in,
     incomplete_in,
     misplaced,
     older_than,
@@ -308,6 +309,12 @@ def _warn_of_incomplete(root: Path, steps: list[int]) -> None:
         names = ", ".join(folder_of(root, step).name for step in later)
         taken = f"step {steps[0]} is the newest complete one" if steps else "there is no complete one"
         text = f"{names} in {root} without {MARKER}: copied in part, or changed; passed over, and {taken}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    elif not steps and (others := foreign_in(root)):
+        text = (
+            f"{root} has no checkpoint of pm.save_checkpoint, but {', '.join(others[:3])}: nothing is loaded. Weights "
+            "are read by pm.load_state_dict(state), or by weights= of autoplan.parallelize"
+        )
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 

@@ -63,6 +63,9 @@ def incomplete_in(root: Path) -> list[int]:
     return sorted({int(match[1]) for match in found if match} - set(steps_in(root)))
 
 
+_FOREIGN = re.compile(r"^checkpoint-\d+$|\.(safetensors|distcp|ckpt|pth?|bin)$")
+
+
 def misplaced(root: Path) -> str | None:
     """Return why `root` cannot be a folder of checkpoints: it is a file, or one checkpoint; None if it can be."""
     if root.is_file():
@@ -71,6 +74,12 @@ def misplaced(root: Path) -> str | None:
     if match is None or not (root / MARKER).is_file():
         return None
     return f"{root} is one checkpoint; give the folder of all, {root.parent}, with step={int(match[1])}"
+
+
+def foreign_in(root: Path) -> list[str]:
+    """Return names in `root` that other libraries give to weights and checkpoints."""
+    found = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    return [name for name in found if _FOREIGN.search(name)]
 
 
 def _complete(root: Path) -> list[tuple[re.Match[str], Path]]:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoplan import devices
 from autoplan.capture.export import capture
 from autoplan.capture.frontend.host import examples_on_host, module_on_host
-from autoplan.devices import DevicePlace, Sight, device_kind, pick, read, settle
+from autoplan.devices import DevicePlace, Sight, device_kind, pick, read, settle, size_of_job
 from autoplan.errors import CaptureError, DeviceError
 from experiments.compatibility.families import class_loss
 
@@ -274,3 +274,22 @@ def test_a_forward_that_casts_a_module_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="the forward moves or casts a module"):
         capture(Casts().double(), {"x": torch.zeros(4, 4, dtype=torch.float64)}, lambda out, _: out.mean())
+
+
+def test_variables_of_torchrun_that_are_wrong_are_named() -> None:
+    """Missing ones, words, and a rank that is none of the job's, which would wait for the others."""
+    whole = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+    assert (size_of_job(whole), size_of_job({}), size_of_job({"WORLD_SIZE": "1"})) == (2, 1, 1)
+    for changed, said in {
+        "WORLD_SIZE": "RANK=1, but WORLD_SIZE is not set: start the script with torchrun",
+        "MASTER_ADDR MASTER_PORT": "RANK=1, but MASTER_ADDR, MASTER_PORT are not set",
+        "RANK": "WORLD_SIZE=2, but RANK is not set: .* or unset WORLD_SIZE to train by one process",
+        "RANK=x": "RANK='x' must be a whole number of at least 0 and below WORLD_SIZE=2",
+        "RANK=2": "RANK='2' must be .* below WORLD_SIZE=2",
+        "WORLD_SIZE=0": "WORLD_SIZE='0' must be a whole number of at least 1; torchrun sets it",
+        "MASTER_PORT=http": "MASTER_PORT='http' must be a whole number",
+    }.items():
+        name, equals, value = changed.partition("=")
+        given = {**whole, name: value} if equals else {n: x for n, x in whole.items() if n not in changed.split()}
+        with pytest.raises(DeviceError, match=said):
+            size_of_job(given)

@@ -59,7 +59,8 @@ def test_what_gives_no_values_is_one_error(tmp_path: Path) -> None:
     pretrained_jobs.made("llama", "cpu").save_pretrained(tmp_path)
     first, second = pool(2).run(pretrained_jobs.refusals, str(tmp_path), timeout_s=120)
     assert first == second
-    assert "cannot be read: it has neither model.safetensors.index.json nor model.safetensors" in first["no weights"]
+    assert "cannot be read: there is no such folder; give one that save_pretrained wrote" in first["no weights"]
+    assert "cannot be read: it has neither model.safetensors.index.json nor model.safetensors" in first["empty folder"]
     assert first["none on one rank"].startswith("rank 1: weights=")
     assert "lack model.layers.0.mlp.experts.down_proj" in first["other weights"]
     assert "'model.layers.0" in first["half an init"] and "init does not give it any" in first["half an init"]

@@ -246,6 +246,19 @@ def test_what_was_not_completed_is_passed_over_with_a_warning(tmp_path: Path) ->
             assert pm.load_checkpoint(tmp_path, states=states) is not None
 
 
+def test_a_folder_of_other_checkpoints_is_named(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Where a training begins anew, files that another library wrote are no checkpoint; a log is fine."""
+    with fake_group(1):
+        pm = started(tmp_path / "own")
+        (tmp_path / "out" / "checkpoint-8").mkdir(parents=True)
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / "train.jsonl").touch()
+        recwarn.clear()
+        assert pm.load_checkpoint(tmp_path / "logs") is None and not recwarn
+        with pytest.warns(RuntimeWarning, match=r"out has no checkpoint .*, but checkpoint-8: nothing is loaded"):
+            assert pm.load_checkpoint(tmp_path / "out") is None
+
+
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("unpickled")

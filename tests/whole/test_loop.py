@@ -158,6 +158,17 @@ def test_a_program_is_neither_copied_nor_pickled() -> None:
     for way in (copy.copy, copy.deepcopy, pickle.dumps, AveragedModel):
         with pytest.raises(TypeError, match=r"cannot be copied or pickled.*pm\.to_module\(None\)"):
             way(pm)
+    for name, instead in {
+        "module": r"pm\.to_module\(\)",
+        "to": "device= .*precision=",
+        "no_sync": r"step\(\[batch",
+    }.items():
+        with pytest.raises(AttributeError, match=f"'ParallelModel' has no attribute '{name}': .*{instead}"):
+            getattr(pm, name)
+    with pytest.raises(AttributeError, match=r"has no attribute 'modul'$"):
+        _ = pm.modul  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"is not called: pm\.step\(batch\) does forward and backward"):
+        pm(torch.zeros(1))
 
 
 @pytest.mark.processes
@@ -465,7 +476,7 @@ def test_what_cannot_be_done_is_said_on_all_ranks() -> None:
         "was given no batch",
         "must have the same shapes",
         "must have the same shapes",
-        "rank 1: the batch has no samples",
+        "rank 1: the batch has no samples; where there are fewer than data-parallel ranks, give all",
         "this program takes input_ids, labels",
         "gradients are dropped",
         "'*.bais' fits no trained parameter",
