@@ -49,6 +49,7 @@ from autoplan.capture.frontend.pending_scores import ScoresMode
 from autoplan.capture.frontend.recurrences import find_scans
 from autoplan.capture.frontend.recurrent import capture_recurrent
 from autoplan.capture.frontend.rehearsal import rehearse_capture
+from autoplan.capture.frontend.repeated import CaptureRepeated, capture_repeated
 from autoplan.capture.frontend.samples import CaptureSamples
 from autoplan.capture.frontend.scans import Scan, ScanForms, Scans
 from autoplan.capture.frontend.selections import CaptureSelections, has_unknown_sizes, without_selections
@@ -309,6 +310,7 @@ def _patched(
                 CaptureBags,
                 CaptureCheckedLosses,
                 CaptureParts,
+                CaptureRepeated,
                 CaptureData,
                 CaptureSelections,
                 samples,
@@ -330,6 +332,7 @@ def _patched(
         recurrent = stack.enter_context(capture_recurrent())
         stack.enter_context(scans.active())
         stack.enter_context(capture_packed())
+        stack.enter_context(capture_repeated())
         stack.enter_context(capture_transformers())
         batch_norms = stack.enter_context(capture_batch_norm(model))
         if holds_hf_model(model):
