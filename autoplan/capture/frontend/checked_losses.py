@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.frontend.marker import marker
-from autoplan.capture.frontend.repeated import Repeated
+from autoplan.capture.frontend.repeated import RepeatedList
 from autoplan.errors import CaptureError
 
 # the loss of every sample; log-probabilities are [tokens, batch, classes]
@@ -72,7 +72,7 @@ def _ctc(
 ) -> torch.Tensor:
     """Write the mean of the losses as PyTorch computes it: each is divided by the length of its target first."""
     input_lengths, target_lengths = (
-        x.tensor() if isinstance(x, Repeated) else x for x in (input_lengths, target_lengths)
+        x.tensor() if isinstance(x, RepeatedList) else x for x in (input_lengths, target_lengths)
     )
     if not isinstance(input_lengths, torch.Tensor) or not isinstance(target_lengths, torch.Tensor):
         raise CaptureError(

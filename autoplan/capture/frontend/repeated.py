@@ -19,7 +19,7 @@ from autoplan.errors import CaptureError
 _MAKERS = (torch.tensor, torch.as_tensor)
 
 
-class Repeated:
+class RepeatedList:
     """Stands for `[value] * number`."""
 
     def __init__(self, value: Any, number: torch.SymInt) -> None:
@@ -41,7 +41,7 @@ class Repeated:
 def _times(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def times(self: torch.SymInt, other: Any) -> Any:
         one = isinstance(other, list) and len(other) == 1 and isinstance(other[0], (bool, int, float, torch.SymInt))
-        return Repeated(other[0], self) if one and self.node.maybe_as_int() is None else plain(self, other)
+        return RepeatedList(other[0], self) if one and self.node.maybe_as_int() is None else plain(self, other)
 
     return times
 
@@ -60,6 +60,6 @@ class CaptureRepeated(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function in _MAKERS and args and isinstance(args[0], Repeated):
+        if function in _MAKERS and args and isinstance(args[0], RepeatedList):
             return args[0].tensor(*args[1:], **(kwargs or {}))
         return function(*args, **(kwargs or {}))
