@@ -22,6 +22,7 @@ from autoplan.capture.frontend.batch_norm import capture_batch_norm
 from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
 from autoplan.capture.frontend.checked_losses import CaptureCheckedLosses
 from autoplan.capture.frontend.counters import Counters
+from autoplan.capture.frontend.derivatives import RefuseDerivatives
 from autoplan.capture.frontend.empty import without_empty_parts
 from autoplan.capture.frontend.equal_parts import CaptureParts
 from autoplan.capture.frontend.expert_loops import ExpertLoops
@@ -307,6 +308,7 @@ def _patched(
                 tracer.hidden.forward,
                 experts,
                 recurrent,
+                RefuseDerivatives,
                 CaptureBags,
                 CaptureCheckedLosses,
                 CaptureParts,
