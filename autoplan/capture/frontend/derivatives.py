@@ -1,4 +1,4 @@
-"""Refuse derivatives that a forward takes itself, by the line that takes them: forces, Jacobians, gradient penalties."""
+"""Refuse derivatives that a forward takes itself, by their line: forces, Jacobians, gradient penalties."""
 
 from __future__ import annotations
 
