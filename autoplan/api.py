@@ -467,7 +467,8 @@ def _machine_profile(
         if graph is None:
             raise AutoplanError("only rank 0 plans")
         have = cached_profile(key)
-        checked = space(graph, cluster, global_batch_size, pins, seq_len=seq_len)
+        facts = Facts.of(graph, cluster, global_batch_size, seq_len, target_len=target_len)
+        checked = space(graph, cluster, global_batch_size, pins, facts=facts)
         cases = {(c.tp, c.micro_batch_size, c.cp) for c in checked.candidates}
         tasks: dict[str, ProfilerTask] = {}
         for tp, size, cp in sorted(cases):

@@ -103,6 +103,22 @@ CONVOLUTIONS = [
         **_KERNEL,
         groups=8,
     ),
+    case(  # several of each channel
+        "convolution",
+        ["b, hidden, s", "hidden two, 1, three", "hidden two"],
+        "b, hidden two, s",
+        lambda x, w, c: _conv(x, w, c, groups=8),
+        **_KERNEL,
+        groups=8,
+    ),
+    case(  # one of several channels, transposed
+        "convolution",
+        ["b, eight, s", "eight, 1, three"],
+        "b, four, s",
+        lambda x, w: F.conv_transpose1d(x, w, padding=1, groups=4),
+        **{**_KERNEL, "transposed": True},
+        groups=4,
+    ),
     case(
         "convolution",
         ["b, eight, s", "four, two, three"],

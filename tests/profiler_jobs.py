@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
+from unittest.mock import patch
 
 import torch
+from torch import nn
 
+import autoplan
 from autoplan.cost_models.profile import LinkRecord, MeasuredOp, Timing
 from autoplan.errors import AutoplanError
 from autoplan.profiler import run
@@ -82,3 +86,36 @@ def share(rank: int, world: int) -> tuple[list[LinkRecord], list[str], list[str]
 def interfere(rank: int, world: int) -> dict[str, float]:
     """A gather beside products."""
     return measure_interference(Job(torch.device("cpu"), time.monotonic() + 60.0))
+
+
+class Asked(Exception):
+    """What would be measured, in place of measuring it."""
+
+
+def asked_by_parallelize(rank: int, world: int) -> int:
+    """The number of operations to measure of a model whose source and target have one length each, not alike."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.source, self.target = nn.Linear(8, 4), nn.Embedding(9, 4)
+
+        def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            rows = self.target(target).reshape(-1, 20) @ self.source(source.reshape(-1, 8)).sum(0).repeat(5)
+            return rows.square().mean()
+
+    def ask(tasks: list[MeasureTask], *_: object, **__: object) -> None:
+        raise Asked(len(tasks))
+
+    batch = {"source": torch.randint(9, (4, 8)).double(), "target": torch.randint(9, (4, 5))}
+    with (
+        patch.dict(os.environ),
+        patch.object(run, "measure_in_job", ask),
+        patch.object(run, "cached_profile", lambda key: None),
+    ):
+        del os.environ[run.ENVIRONMENT]
+        try:
+            autoplan.parallelize(Model().double(), "local", example_inputs=batch, global_batch_size=4)
+        except Asked as asked:
+            return int(asked.args[0])
+    return 0

@@ -329,6 +329,9 @@ VIEWS = [
     case("reshape", ["b, s, kv, head"], "b s kv, head", lambda x: x.reshape(32, 4)),
     case("reshape", ["s, hidden"], "s, 1, hidden, 1", lambda x: x.reshape(8, 1, 8, 1)),
     case("reshape", ["six, four"], "eight, three", lambda x: x.reshape(8, 3)),  # no common refinement
+    case(  # those behind the first without one
+        "reshape", ["b, kv group, six, four"], "b, kv, group, eight, three", lambda x: x.reshape(2, 2, 4, 8, 3)
+    ),
     case("reshape", ["const: b, s, hidden"], "const: b s, hidden", lambda x: x.reshape(16, 8)),
     case("transpose", ["b, s, kv group, head"], "b, kv group, s, head", lambda x: x.transpose(1, 2), dim0=1, dim1=2),
     case("transpose", ["b, s, hidden"], "b, hidden, s", lambda x: x.transpose(-1, -2), dim0=-1, dim1=-2),

@@ -34,7 +34,7 @@ def other_form(target: str, node: fx.Node, traces: Traces) -> fx.GraphModule | N
     drawn = drawn_form(target, node)
     if drawn is not None:
         return _once(traces, node, drawn, {}, pre_dispatch=True)
-    for found in _OWN.get(target, ()):
+    for found in (*_OWN.get(target, ()), *_loss_of_samples(target, node.target)):
         if found.covers(node):
             return _once(traces, node, found.function, {}, pre_dispatch=True)
     return None
@@ -374,6 +374,32 @@ def _extremes(name: str) -> tuple[_Form, ...]:
         return value(self, dim, keepdim), place(self, dim, keepdim)
 
     return _given(lambda self, dim, *_: dim == 0 and self.dim() > 0 and not isinstance(self.shape[0], int), function)
+
+
+def _loss_of_samples(target: str, op: Any) -> tuple[_Form, ...]:
+    """Return the form of a loss without a record: the mean or sum of the losses of its elements or samples.
+
+    Their mean is that of PyTorch's losses that take weights of classes in no other way; those have records.
+    """
+    schema: Any = getattr(op, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema is not None else []
+    if "reduction" not in names or target in OPS or target in _OWN or len(schema.returns) != 1:
+        return ()
+    place = names.index("reduction")
+
+    def reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return args[place] if place < len(args) else kwargs.get("reduction", schema.arguments[place].default_value)
+
+    def function(*args: Any, **kwargs: Any) -> torch.Tensor:
+        how = reduction(args, kwargs)
+        if place < len(args):
+            args = (*args[:place], 0, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, "reduction": 0}
+        losses: torch.Tensor = op(*args, **kwargs)
+        return losses.mean() if how == 1 else losses.sum()
+
+    return (_Form(lambda node: reduction(node.args, node.kwargs) in (1, 2), function),)
 
 
 _VARIANCES: Mapping[str, _Function] = {

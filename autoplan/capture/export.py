@@ -22,6 +22,7 @@ from autoplan.capture.frontend.batch_norm import capture_batch_norm
 from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
 from autoplan.capture.frontend.checked_losses import CaptureCheckedLosses
 from autoplan.capture.frontend.counters import Counters
+from autoplan.capture.frontend.derivatives import RefuseDerivatives
 from autoplan.capture.frontend.empty import without_empty_parts
 from autoplan.capture.frontend.equal_parts import CaptureParts
 from autoplan.capture.frontend.expert_loops import ExpertLoops
@@ -49,6 +50,7 @@ from autoplan.capture.frontend.pending_scores import ScoresMode
 from autoplan.capture.frontend.recurrences import find_scans
 from autoplan.capture.frontend.recurrent import capture_recurrent
 from autoplan.capture.frontend.rehearsal import rehearse_capture
+from autoplan.capture.frontend.repeated import CaptureRepeated, capture_repeated
 from autoplan.capture.frontend.samples import CaptureSamples
 from autoplan.capture.frontend.scans import Scan, ScanForms, Scans
 from autoplan.capture.frontend.selections import CaptureSelections, has_unknown_sizes, without_selections
@@ -307,9 +309,11 @@ def _patched(
                 tracer.hidden.forward,
                 experts,
                 recurrent,
+                RefuseDerivatives,
                 CaptureBags,
                 CaptureCheckedLosses,
                 CaptureParts,
+                CaptureRepeated,
                 CaptureData,
                 CaptureSelections,
                 samples,
@@ -331,6 +335,7 @@ def _patched(
         recurrent = stack.enter_context(capture_recurrent())
         stack.enter_context(scans.active())
         stack.enter_context(capture_packed())
+        stack.enter_context(capture_repeated())
         stack.enter_context(capture_transformers())
         batch_norms = stack.enter_context(capture_batch_norm(model))
         if holds_hf_model(model):

@@ -399,7 +399,8 @@ class Translator:
         where = source_of(node)
         if not isinstance(node.target, torch._ops.OpOverload):
             name = getattr(node.target, "__name__", target)
-            raise CaptureError(f"{where or node.name}: {name} is not a single operation and cannot be captured")
+            advice = "; write torch.vmap out in operations on the whole batch" if name.endswith("_batch_dim") else ""
+            raise CaptureError(f"{where or node.name}: {name} is not a single operation and cannot be captured{advice}")
         if target not in OPS:
             target = out_of_place(target, node, self.aliases) or target
         if (single := one_copy(node)) is not None:

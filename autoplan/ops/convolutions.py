@@ -39,7 +39,7 @@ def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     x, weight, out = dim_labels(ins[0], "x"), dim_labels(ins[1], "w"), dim_labels(outs[0], "y")
     whole = {label for dims in (x[2:], weight[2:], out[2:]) for dim in dims for label in dim}
     x[0] = out[0] = () if ins[0][0].value == 1 else ("b",)
-    groups, one = node.attrs["groups"], Expr.of(1)
+    groups, one, sizes = node.attrs["groups"], Expr.of(1), dict[str, Expr]()
     biased, turned = len(ins) == 3, node.attrs["transposed"]
     rows, columns = (1, 0) if turned else (0, 1)  # of the weight: output channels, input channels
 
@@ -50,15 +50,18 @@ def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
         x[1] = weight[columns] = label(ins[0][1], "i")
         out[1] = weight[rows] = label(outs[0][1], "o")
         whole |= {"i"} if biased else set()
-    elif ins[0][1] == outs[0][1] == Expr.of(groups):
-        x[1] = out[1] = weight[0] = ("o",)
+    elif ins[0][1] == Expr.of(groups) and (not turned or outs[0][1] == ins[0][1]):
+        x[1], several = ("o",), outs[0][1].divide(ins[0][1])  # of each channel, one or several
+        out[1] = weight[0] = ("o",) if several == one else ("o", "each")
+        whole |= {"each"}
+        sizes = {"o": ins[0][1], "each": several or one}
     else:
         whole |= {n for dim in (x[1], out[1], *weight[:2]) for n in dim}
     operands = [tuple(x), tuple(weight)]
     if biased:
         operands.append((out[1],))
     roles = (Role.MUL, Role.MUL, Role.OTHER)[: len(ins)]
-    return OpRule(tuple(operands), (tuple(out),), roles, frozenset(whole))
+    return OpRule(tuple(operands), (tuple(out),), roles, frozenset(whole), sizes=sizes)
 
 
 def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
@@ -73,8 +76,8 @@ def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
 def _text(t: OpText) -> str:
     a = t.attrs
     groups = a["groups"]
-    if groups != 1:  # each channel alone: as many groups as this rank has channels
-        groups = f"{t.args[1]}.shape[0]" if t.inputs[1][1] == Expr.of(1) else groups
+    if groups != 1 and t.inputs[0][1] == Expr.of(groups):  # each alone: as many groups as this rank has channels
+        groups = f"{t.args[0]}.shape[1]"
     bias = t.args[2] if len(t.args) == 3 else "None"
     place = f"{t.args[0]}, {t.args[1]}, {bias}, {list(a['stride'])}"
     if isinstance(a["padding"], str):

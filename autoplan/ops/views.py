@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoplan.ir.graph import Node
-from autoplan.ir.symbols import Expr, Shape
+from autoplan.ir.symbols import Expr, Shape, product
 from autoplan.ops.arguments import Alias, Args, IrOp, IrResult, Lowering, by_name, default
-from autoplan.ops.labels import align, dim_labels, linear_rule
+from autoplan.ops.labels import Refinement, align, dim_labels, linear_rule
 from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import Builder, Linear, OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, Gradient, SavedRule, keeps
@@ -58,11 +58,21 @@ def _part(
 
 
 def _reshape(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    found = align(ins[0], outs[0])
-    if found is None:  # no common refinement: nothing of it can be split
-        a, b = dim_labels(ins[0], "x"), dim_labels(outs[0], "y")
-        return linear_rule(a, b, {label for dim in (*a, *b) for label in dim})
-    return linear_rule(found.left, found.right, sizes=found.sizes)
+    """Return the rule of a reshape. Dims behind the first without a common refinement cannot be split."""
+    (before,), (after,) = ins, outs
+    i, j, front = _front(before, after)
+    a, b = dim_labels(before[i:], "x"), dim_labels(after[j:], "y")
+    whole = {label for dim in (*a, *b) for label in dim}
+    return linear_rule([*front.left, *a], [*front.right, *b], whole, sizes=front.sizes)
+
+
+def _front(before: Shape, after: Shape) -> tuple[int, int, Refinement]:
+    """Return how many dims in front have a common refinement (all, but where others mix), and the refinement."""
+    for i in range(len(before), 0, -1):
+        for j in range(len(after), 0, -1):
+            if product(before[:i]) == product(after[:j]) and (found := align(before[:i], after[:j])) is not None:
+                return i, j, found
+    return 0, 0, Refinement([], [], {})
 
 
 def _regroup(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:

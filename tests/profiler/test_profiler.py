@@ -444,3 +444,9 @@ def test_a_node_that_fails_is_named(how: str, tmp_path: Path) -> None:
     assert 0 not in codes
     assert f"on node {socket.gethostname()} (node rank 1)" in logs[0], logs[0]
     assert not (tmp_path / "profiles").exists()
+
+
+def test_source_and_target_may_have_one_length_each() -> None:
+    """What is measured on the first run on a machine is that of both lengths."""
+    (asked,) = pool(1).run(profiler_jobs.asked_by_parallelize)
+    assert asked > 0

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.frontend.marker import marker
+from autoplan.capture.frontend.repeated import RepeatedList
 from autoplan.errors import CaptureError
 
 # the loss of every sample; log-probabilities are [tokens, batch, classes]
@@ -70,6 +71,9 @@ def _ctc(
     zero_infinity: bool = False,
 ) -> torch.Tensor:
     """Write the mean of the losses as PyTorch computes it: each is divided by the length of its target first."""
+    input_lengths, target_lengths = (
+        x.tensor() if isinstance(x, RepeatedList) else x for x in (input_lengths, target_lengths)
+    )
     if not isinstance(input_lengths, torch.Tensor) or not isinstance(target_lengths, torch.Tensor):
         raise CaptureError(
             "ctc_loss is given lengths that are numbers, which a graph would keep for every batch; give tensors "
