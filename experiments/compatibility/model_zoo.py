@@ -22,6 +22,8 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -188,7 +190,8 @@ def _page(of: str, rows: Sequence[Row], before: Mapping[str, Row], every: Sequen
     ran = {r.name for r in rows}
     earlier = [before[n] for n in every if n in before and n not in ran]
     if of == "packages":
-        return package_classes.page([*rows, *earlier], every, f"torch {torch.__version__}")
+        packages = [f"{n} {version(n)}" for n in ("diffusers", "timm") if find_spec(n) is not None]
+        return package_classes.page([*rows, *earlier], every, ", ".join([f"torch {torch.__version__}", *packages]))
     absent = [n for n in every if n not in ran and n not in before]
     return breadth_page(Found(rows, earlier, absent))
 

@@ -1,6 +1,7 @@
 """Every model class of diffusers and every model file of timm: does its program compute what the module computes?
 
-    pip install --no-deps --target FOLDER diffusers timm torchvision requests pillow importlib_metadata zipp ftfy
+    pip install --no-deps --target FOLDER diffusers timm torchvision pillow importlib_metadata zipp ftfy wcwidth \\
+        requests urllib3 idna certifi charset_normalizer
     PYTHONPATH=FOLDER:. python -m experiments.compatibility.model_zoo packages --write
 
 torchvision has the version that goes with torch. Where its wheel is for another build of torch, its compiled operations
@@ -23,7 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -297,8 +298,9 @@ difference to a target, and of the other results. `1 device`: the captured progr
 pp 2 (two micro-batches) run with all ranks in one process, cp 2 on two gloo processes. `equal`: loss (relative 1e-6)
 and every gradient (1e-4, since many modules compute parts in float32) are the module's. A model is `equal` if it is so
 at those of the first four at which it was compared; other cells are empty. `not run`: the package is not installed, or
-its own module does not run from these sizes alone. A model whose loss is random in training mode is in evaluation mode.
-A run goes on where the last one stopped, so that lines may come from different states of the code.
+its own module does not run from these sizes alone, or there was no answer in time. A model whose loss is random in
+training mode is in evaluation mode. A run goes on where the last one stopped, so that lines may come from different
+states of the code.
 
 `calls of blocks` counts the layers and the pieces between them, and how many of them are planned; `attention` the
 attentions that are one operation in them, `softmax` others (attention written out, routers).
@@ -307,6 +309,7 @@ attentions that are one operation in them, `softmax` others (attention written o
 
 def page(rows: Sequence[Row], names: Sequence[str], versions: str) -> str:
     """Return the text of docs/package_classes.md. `names`: of all models."""
+    rows = [replace(r, outcome=NOT_RUN) if r.why.startswith("no answer in") else r for r in rows]
     ran = [r for r in rows if r.outcome != NOT_RUN]
     equal, worst = sum(r.outcome == EQUAL for r in ran), max((r.error or 0.0 for r in ran), default=0.0)
     absent = len(set(names) - {r.name for r in rows})

@@ -293,7 +293,8 @@ class ExpertLoops:
                 continue
             if why:
                 raise CaptureError(
-                    f"{name} loops over the experts that were hit, so sizes depend on the data, and {why}; {_ADVICE}"
+                    f"{name} loops over the experts that were hit, or over the samples, so sizes depend on the data, "
+                    f"and {why}; {_ADVICE}; of samples, compute with all tokens and a mask"
                 )
             self._proved.add(type(module))
             self.notes.append(dense_note(name, "are in a loop over those that were hit"))

@@ -285,7 +285,8 @@ def _refined(wrapper: LossModule, shapes: dict[str, Any], exc: Exception, places
         if not isinstance(mine[0], torch.export.Dim):
             raise CaptureError(
                 f"{type(wrapper.model).__name__} works for one batch size only "
-                f"({next(iter(places), '') or _place_of(exc)}it fixes dim 0 to {mine[0]})"
+                f"({next(iter(places), '') or _place_of(exc)}it fixes dim 0 to {mine[0]}): Python makes the size "
+                "of the batch a number, as float(), int(), range() and a comparison do; compute with x.shape[0] itself"
             ) from exc
     out: dict[str, Any] = refined
     return out
