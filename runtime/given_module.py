@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from autoplan.runtime.agree import AgreedRuntimeError
 from autoplan.runtime.given_numbers import GivenNumbers
@@ -239,9 +241,39 @@ class _Stale:
 
     def __init__(self, model: nn.Module | None = None, pm: Any = None) -> None:
         self._name = type(model).__name__
+        self._model = None if model is None else weakref.ref(model)
         self._trained = None if pm is None else weakref.ref(pm)
         self._fresh_at = 0  # steps of the training whose values the module has
         self._said: set[str] = set()
+        self._asked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._of_optimizers: RemovableHandle | None = None
+
+    def watch_optimizers(self) -> None:
+        """Look at every optimizer of this process before its first update, while the module is there."""
+        if self._model is not None and (model := self._model()) is not None:
+            self._of_optimizers = register_optimizer_step_pre_hook(self.before_update)
+            weakref.finalize(model, self.end).atexit = False
+
+    def end(self) -> None:
+        """Look at no further optimizers."""
+        if self._of_optimizers is not None:
+            self._of_optimizers.remove()
+
+    def before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Warn of an update of the module's own parameters, which have no gradients: it does nothing."""
+        model = None if self._model is None else self._model()
+        if model is None or self._trained is None or self._trained() is None or optimizer in self._asked:
+            return
+        self._asked.add(optimizer)
+        own = {id(p) for p in model.parameters()}
+        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
+        if mine and all(p.grad is None for p in mine):
+            _warn_on_first_rank(
+                f"this {type(optimizer).__name__} has the parameters of the {self._name} that was given to "
+                "autoplan.parallelize, which get no gradients, and its steps do nothing: the program trains its own. "
+                "Give optimizer= to autoplan.parallelize, or make the optimizer of pm.parameters()",
+                stacklevel=4,
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Stale:
         return _Stale()
@@ -281,19 +313,23 @@ class _Stale:
 
 
 def warn_when_stale(model: nn.Module, pm: Any) -> None:
-    """Warn if `model` is run, read or pickled after `pm`, which was made of it, was trained: it has its old values."""
+    """Warn if `model` is run, read or pickled after `pm`, which was made of it, was trained: it has its old values.
+
+    Warn, too, if an optimizer updates the parameters of `model`, as in a loop of PyTorch.
+    """
     forget_stale_warning(model)
     stale, hooked = _Stale(model, pm), cast("Any", model)  # torch's last two functions have no types
     hooked.register_forward_pre_hook(stale.before_forward)
     hooked.register_state_dict_pre_hook(stale.before_state_dict)
     hooked.register_load_state_dict_post_hook(stale.after_load)
+    stale.watch_optimizers()
 
 
 def forget_stale_warning(model: nn.Module) -> None:
     """Remove the hooks of `warn_when_stale`, if there are any."""
     for hooks in (model._forward_pre_hooks, model._state_dict_pre_hooks, model._load_state_dict_post_hooks):
         for key in [key for key, hook in hooks.items() if _is_own(hook)]:
-            del hooks[key]
+            cast("Any", hooks.pop(key)).__self__.end()
 
 
 def _is_own(hook: object) -> bool:

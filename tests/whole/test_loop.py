@@ -152,6 +152,26 @@ def test_a_process_alone_goes_on_after_an_error() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("of", ["the module", "the program", "another module", "the module, by hand"])
+def test_an_optimizer_of_the_module_does_not_train_the_program(of: str) -> None:
+    """As in a loop of PyTorch that was not changed: its updates would do nothing, without a word."""
+    model, pm = loop_jobs.program("gpt", {})
+    given = {"the program": pm, "another module": copy.deepcopy(model)}.get(of, model)
+    optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
+    batch = loop_jobs.batch_of("gpt", 4)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pm.step(batch)
+            for p in model.parameters() if of == "the module, by hand" else ():
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+    said = [w for w in found if "its steps do nothing" in str(w.message)]
+    assert len(said) == (of == "the module")
+    assert all("this SGD has the parameters of the" in str(w.message) and w.filename == __file__ for w in said)
+
+
+@pytest.mark.usefixtures("one_process")
 def test_a_program_is_neither_copied_nor_pickled() -> None:
     """The hooks of its optimizer would be the original's."""
     _, pm = loop_jobs.program("gpt", {}, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
