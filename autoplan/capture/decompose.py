@@ -376,16 +376,24 @@ def _extremes(name: str) -> tuple[_Form, ...]:
     return _given(lambda self, dim, *_: dim == 0 and self.dim() > 0 and not isinstance(self.shape[0], int), function)
 
 
-def _loss_of_samples(target: str, op: Any) -> tuple[_Form, ...]:
-    """Return the form of a loss without a record: the mean or sum of the losses of its elements or samples.
+# Losses whose mean is that of their elements or samples, by aten/src/ATen/native/Loss*.cpp. It is not for nll_loss,
+# which leaves out ignored targets and divides by the weights of classes, and ctc_loss, by the lengths of targets.
+_OF_SAMPLES = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss huber_loss "
+        "kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss poisson_nll_loss "
+        "smooth_l1_loss soft_margin_loss triplet_margin_loss"
+    ).split()
+)
 
-    Their mean is that of PyTorch's losses that take weights of classes in no other way; those have records.
-    """
-    schema: Any = getattr(op, "_schema", None)
-    names = [a.name for a in schema.arguments] if schema is not None else []
-    if "reduction" not in names or target in OPS or target in _OWN or len(schema.returns) != 1:
+
+def _loss_of_samples(target: str, op: Any) -> tuple[_Form, ...]:
+    """Return the form of a loss of `_OF_SAMPLES`: the mean or sum of the losses of its elements or samples."""
+    if target not in _OF_SAMPLES or target in OPS or target in _OWN:
         return ()
-    place = names.index("reduction")
+    schema: Any = op._schema
+    place = [a.name for a in schema.arguments].index("reduction")
 
     def reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return args[place] if place < len(args) else kwargs.get("reduction", schema.arguments[place].default_value)

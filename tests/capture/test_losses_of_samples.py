@@ -42,6 +42,19 @@ def test_means_and_sums_are_those_of_the_losses_of_samples() -> None:
     plain_models.assert_equal(plain_models.filled(_Pair()), BATCH, _loss)
 
 
+def _without_ignored(out: tuple[torch.Tensor, torch.Tensor], batch: plain_models.families.Batch) -> torch.Tensor:
+    weights = torch.linspace(0.5, 2.0, 6, dtype=torch.float64)
+    scores = out[0].log_softmax(-1)
+    return F.nll_loss(scores, batch["label"], weights) + F.nll_loss(scores + out[1], batch["label"])
+
+
+def test_a_mean_without_ignored_targets_is_no_mean_of_samples() -> None:
+    """A micro-batch has one target of two, the other none."""
+    torch.manual_seed(0)
+    batch = {"x": BATCH["x"], "label": torch.tensor([1, -100, 4, 2])}
+    plain_models.assert_equal(plain_models.filled(_Pair()), batch, _without_ignored)
+
+
 class _Listed(_Pair):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return super().forward(x * sum([0.5] * x.shape[0]))
