@@ -84,14 +84,15 @@ def test_low_rank_converges_with_error_feedback() -> None:
         "rank 2": PowerSGD(rank=2, start_step=2, min_compression_rate=1.0),
         "forgetful": PowerSGD(rank=2, start_step=2, min_compression_rate=1.0, error_feedback=False),
     }.items():
-        results = run(CASE, compression, 60, "float32", lr=0.5)
+        results = run(CASE, compression, 60, "float32", lr=0.3)
         assert results[0]["losses"] == results[1]["losses"] and results[0]["same"]
         losses[label] = results[0]["losses"][-1]
         if label == "rank 2":
             assert results[0]["share"] < 0.3
-    start = 4.57  # once measured after 60 steps: 0.07, 0.64 and 2.54
+    # after 60 steps: 0.09, 0.16 and 2.4; with other first factors 0.45 and 3.1. At 0.5 losses of rank 2 jump: 0.2 to 2.0
+    start = 4.57
     assert start - losses["whole"] > 4.0
-    assert start - losses["rank 2"] > 0.8 * (start - losses["whole"])
+    assert start - losses["rank 2"] > 0.9 * (start - losses["whole"])
     assert start - losses["forgetful"] < 0.6 * (start - losses["whole"])  # control
 
 
