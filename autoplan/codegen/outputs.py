@@ -45,10 +45,8 @@ def find_output(
     sizes = [[lowered.factors[f] for f in dim] for dim in value.dims or ()]
     batch = [i for i, dim in enumerate(sizes) if dim and dim[0] == Expr.symbol("b")]
     lengths = _lengths(sizes) if cut else []
-    runs = [parts.get((value.dims or ())[i][j]) for i, j in lengths]
-    if len(batch) != 1 or any(
-        sizes[i][j] != Expr.symbol("s") and not run for (i, j), run in zip(lengths, runs, strict=True)
-    ):
+    runs = _runs(value, sizes, lengths, parts)
+    if len(batch) != 1 or runs is None:
         return None
     kinds = zip(lowered.axes, layout, strict=True)
     spec = OutputSpec(
@@ -60,7 +58,7 @@ def find_output(
         shards=tuple(ShardSpec(axis.name, kind.dim, kind.factor) for axis, kind in kinds if kind.is_shard),
         pending=_pending(lowered, layout),
         lengths=tuple(lengths),
-        runs=tuple(run for run in runs if run is not None),
+        runs=runs,
     )
     return FoundOutput(at, variable, spec)
 
@@ -72,6 +70,16 @@ def _pending(lowered: LoweredBlock, layout: Layout) -> tuple[str, ...]:
 def _lengths(sizes: Sequence[Sequence[Expr]]) -> list[tuple[int, int]]:
     """Return the dim and position of the factors that depend on the length of the sequence."""
     return [(i, j) for i, dim in enumerate(sizes) for j, size in enumerate(dim) if "s" in size.symbols]
+
+
+def _runs(
+    value: Value, sizes: Sequence[Sequence[Expr]], lengths: Sequence[tuple[int, int]], parts: Mapping[str, Runs]
+) -> tuple[Runs, ...] | None:
+    """Return the runs of the lengths that have some; None if one has none and is not that of the sequence."""
+    dims = value.dims or ()
+    if any(sizes[i][j] != Expr.symbol("s") and dims[i][j] not in parts for i, j in lengths):
+        return None
+    return tuple(parts[dims[i][j]] for i, j in lengths if dims[i][j] in parts)
 
 
 def _places(lowered: LoweredBlock, name: str) -> Iterator[tuple[int, str, Value, Layout]]:

@@ -89,11 +89,7 @@ class LitgptYaml(Yaml):
         out: dict[str, Any] = {LITGPT: command, "precision": values.get("precision", "bf16-mixed")}
         out |= {_MICRO: values.get("train.micro_batch_size", c.micro)}
         out |= {_BATCH: values.get("train.global_batch_size", c.batch)}
-        alone = values.get("devices", "auto" if command == "pretrain" else 1) in (1, "1")
-        alone = alone and values.get("num_nodes", 1) == 1
-        out |= {"strategy": "auto"} if alone else c.strategy
-        out |= {name: values[name] for name in ("devices", "num_nodes") if name in values}
-        out |= {"devices": 1} if alone else {}
+        out |= _devices(command, values)
         if "train.max_seq_length" in values:
             out[_LEN if command == "pretrain" else LENGTH] = values["train.max_seq_length"]
         if command == "finetune_lora":
@@ -101,6 +97,15 @@ class LitgptYaml(Yaml):
         out[_OPTIMIZER] = str(values.get("optimizer.class_path", values.get("optimizer", ""))).rpartition(".")[2]
         out[_HEAD] = values.get("lora_head", False)
         return out | {path: value for path, value in values.items() if not _is_known(path)}
+
+
+def _devices(command: str, values: Values) -> dict[str, Any]:
+    """Return the strategy of a command, with the devices and nodes that it states; one device has none."""
+    usual = "auto" if command == "pretrain" else 1
+    if values.get("devices", usual) in (1, "1") and values.get("num_nodes", 1) == 1:
+        return {"strategy": "auto", **({"num_nodes": 1} if "num_nodes" in values else {}), "devices": 1}
+    stated = {name: values[name] for name in ("devices", "num_nodes") if name in values}
+    return {**_COMMANDS[command].strategy, **stated}
 
 
 def _is_known(path: str) -> bool:

@@ -123,11 +123,7 @@ def as_arguments(values: Values) -> dict[str, Any]:
     Sections may be texts of JSON; names in `fsdp_config` may begin with `fsdp_`; `accelerate launch` has the engine and
     the precision that the arguments do not name: in its options, and in the file that they name.
     """
-    empty: tuple[Any, ...] = (None, "", {}, [])  # of an engine whose key has no value (`deepspeed:`), which is none
-    values = {path: value for path, value in values.items() if path not in _ENGINES or value not in empty}
-    if any(path.startswith(_LAUNCH_ARGS) for path in values):
-        values = {path.replace(_LAUNCH_ARGS, _OPTION, 1): value for path, value in values.items()}
-        values |= {"launch.by": "accelerate"}
+    values = _with_launch(values)
     trl.refuse_others(values)
     values = trl.as_sft(values) if trl.is_sft(values) else own_arguments(values, KINDS)
     if ADAPTERS not in values:
@@ -149,6 +145,16 @@ def as_arguments(values: Values) -> dict[str, Any]:
     if out.get("launch.by") in ("accelerate", trl.PROGRAM) and not told:
         stated = {path.removeprefix(UNKNOWN).partition(".")[0] for path in out}
         out |= {f"{UNKNOWN}{names[0]}": _OF_LAUNCH for names in _LAUNCHED if not stated.intersection(names)}
+    return out
+
+
+def _with_launch(values: Values) -> dict[str, Any]:
+    """Return the values without engines whose key has no value (`deepspeed:`), and arguments of a launch as options."""
+    empty: tuple[Any, ...] = (None, "", {}, [])
+    out = {path: value for path, value in values.items() if path not in _ENGINES or value not in empty}
+    if any(path.startswith(_LAUNCH_ARGS) for path in out):
+        out = {path.replace(_LAUNCH_ARGS, _OPTION, 1): value for path, value in out.items()}
+        out |= {"launch.by": "accelerate"}
     return out
 
 

@@ -47,18 +47,30 @@ def _result(
     if Trait.CAST in op.traits and inputs == (P,) and "float" in block.values[node.outputs[0]].dtype:
         return [P]  # a term of the loss: each part is rounded
     if symbol == "s":
-        if counts_tokens(node, block):
+        if _makes_parts(node, op, inputs, block, graph, cut=any(places)):
             return [p[0] for p in places]
-        if graph.parts and any(places):
-            if node.op == OWN_PART:
-                return [p[0] for p in places] if inputs == (R,) else None
-            if at_joints(node, block, inputs, factors, graph.parts, graph.bounds["s"][0]):
-                return [p[0] for p in places]
-        if not _of_a_sequence(node, op, inputs, block, graph):
+        if (node.op == OWN_PART and any(places)) or not _of_a_sequence(node, op, inputs, block, graph):
             return None
-        if op.kind is OpKind.ATTENTION and any(places):
-            return [p[0] for p in places]
     return _split(node, block, factors, inputs, places)
+
+
+def _makes_parts(
+    node: Node, op: OpRecord, inputs: tuple[AxisType, ...], block: Block, graph: ModelGraph, *, cut: bool
+) -> bool:
+    """Return True for an op of sequences that makes the parts of its results by a rule of its own.
+
+    Args:
+        cut: it makes some.
+    """
+    if counts_tokens(node, block):
+        return True
+    if not cut:
+        return False
+    if node.op == OWN_PART:
+        return inputs == (R,)
+    if graph.parts and at_joints(node, block, inputs, graph.factors, graph.parts, graph.bounds["s"][0]):
+        return True
+    return op.kind is OpKind.ATTENTION and _of_a_sequence(node, op, inputs, block, graph)
 
 
 def _numbered_by_sample(op: OpRecord, value: Value, factors: Mapping[str, Expr]) -> bool:

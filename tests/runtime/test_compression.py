@@ -89,7 +89,7 @@ def test_low_rank_converges_with_error_feedback() -> None:
         losses[label] = results[0]["losses"][-1]
         if label == "rank 2":
             assert results[0]["share"] < 0.3
-    # after 60 steps: 0.09, 0.16 and 2.4; with other first factors 0.45 and 3.1. At 0.5 losses of rank 2 jump: 0.2 to 2.0
+    # after 60 steps: 0.09, 0.16 and 2.4; with other first factors 0.45 and 3.1. At lr 0.5 losses of rank 2 jump
     start = 4.57
     assert start - losses["whole"] > 4.0
     assert start - losses["rank 2"] > 0.9 * (start - losses["whole"])

@@ -23,7 +23,8 @@ class RepeatedList:
     """Stands for `[value] * number`."""
 
     def __init__(self, value: Any, number: torch.SymInt) -> None:
-        self.value, self.number = value, number
+        self.value: Any = value
+        self.number: torch.SymInt = number
 
     def tensor(self, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
         """Return the tensor of these numbers."""
@@ -35,7 +36,11 @@ class RepeatedList:
             f"it, or torch.full((x.shape[0],), {self.value!r})"
         )
 
-    __len__ = __iter__ = __getitem__ = __add__ = __radd__ = _refuse
+    __len__: Callable[..., NoReturn] = _refuse
+    __iter__: Callable[..., NoReturn] = _refuse
+    __getitem__: Callable[..., NoReturn] = _refuse
+    __add__: Callable[..., NoReturn] = _refuse
+    __radd__: Callable[..., NoReturn] = _refuse
 
 
 def _times(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -179,6 +179,14 @@ class _Rewrite:
             replace(value, dims=tuple(tuple(self.whole.get(f, f) for f in d) for d in value.dims or ()))
         )
 
+    def _runs(self, value: Value, at: int) -> Runs | None:
+        return runs_of((value.dims or ())[at], self.graph.factors, self.parts)
+
+    def _cut_up_to(self, at: int, value: Value, whole: Value, name: str) -> Value:
+        """Return a value that is cut up to this dim, and behind it as one that is whole."""
+        dims = (*(value.dims or ())[: at + 1], *(whole.dims or ())[at + 1 :])
+        return self._shaped(replace(value, name=name, dims=dims))
+
     def _block(self, block: Block, *, is_free: bool) -> Block:
         """Return the block; what it makes of nothing that is cut is whole, and its users take parts of it.
 
@@ -191,15 +199,13 @@ class _Rewrite:
         nodes: list[Node] = []
 
         def take(name: str, source: str) -> None:
-            value, cut = block.values[name], self._cut(block.values[name].dims)
+            value = block.values[name]
             values[name] = self._as_whole(value)
-            for at in cut:
+            for at in self._cut(value.dims):
                 last = taken.get(name, name)
-                runs = runs_of((value.dims or ())[at], self.graph.factors, self.parts)
                 part = taken[name] = names.fresh(f"{name.rpartition('.')[2]}_part")
-                dims = tuple((value.dims or ())[i] if i <= at else d for i, d in enumerate(values[last].dims or ()))
-                values[part] = self._shaped(replace(value, name=part, dims=dims))
-                attrs = {"dim": at} if is_free else {"dim": at, "runs": runs}
+                values[part] = self._cut_up_to(at, value, values[last], part)
+                attrs = {"dim": at} if is_free else {"dim": at, "runs": self._runs(value, at)}
                 nodes.append(Node(part, REGROUP if is_free else OWN_PART, (last,), (part,), attrs, "", source))
 
         for name in (*block.params, *block.buffers):
