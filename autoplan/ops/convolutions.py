@@ -27,7 +27,7 @@ def _arguments(a: Args) -> IrResult:
         "transposed": bool(a.get("transposed", False)),
         "output_padding": tuple(a.get("output_padding", ())),
     }
-    return IrOp("convolution", tensors, attrs)
+    return IrOp(CONVOLUTION, tensors, attrs)
 
 
 def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -90,9 +90,10 @@ def _text(t: OpText) -> str:
 _FORMS = [f"conv{n}d.{form}" for n in (1, 2, 3) for form in ("default", "padding")]
 _ATEN: Mapping[str, Lowering] = {f"aten.{name}": _arguments for name in (*_FORMS, "convolution.default")}
 
+CONVOLUTION = "convolution"
 RECORDS = (
     OpRecord(
-        "convolution",
+        CONVOLUTION,
         OpKind.OTHER,
         _rule,
         keeps("x0<1 x1<0", form=Form.NEW),

@@ -41,7 +41,7 @@ def _arguments(a: Args) -> IrResult:
     }
     for shown in ("ranks", "dtypes"):
         a.get(shown)
-    return IrOp("scan", tuple(a["xs"]), attrs)
+    return IrOp(SCAN, tuple(a["xs"]), attrs)
 
 
 def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -83,9 +83,10 @@ def _keeps(kept: tuple[int, ...], count: int) -> SavedRule:
 _LAST_NAMED = 9  # rules of what is kept name operands by one digit
 
 
+SCAN = "scan"
 RECORDS = (
     OpRecord(
-        "scan",
+        SCAN,
         OpKind.OTHER,
         _rule,
         text=lambda t: f"scan({t.attrs['function']!r}, {t.attrs['call'].format(*t.args)})",

@@ -19,9 +19,11 @@ from autoplan.cost_models.work import BlockWork, OpWork, Workload
 from autoplan.errors import RehearsalError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.attention import computed_on_cpu, is_in_row_blocks
+from autoplan.ops.convolutions import CONVOLUTION
 from autoplan.ops.experts import FIRST, FIRST_BIAS, SECOND
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import OpFacts
+from autoplan.ops.scans import SCAN
 from autoplan.ops.table import op_kind, op_record
 from autoplan.plans.record import Plan
 from autoplan.program.expert_degrees import ExpertDegrees
@@ -453,7 +455,9 @@ def _arithmetic(ops: Iterable[OpWork], method: ContextMethod | None, cp: int) ->
             for what, least, spare in _attention(op, method, cp):
                 out.least.update({(what, phase): n * least for phase, n in times.items()})
                 out.spare.update({(what, phase): n * spare for phase, n in times.items()})
-        elif op_kind(op.op) in (OpKind.PRODUCT, OpKind.EXPERTS):
+        elif op.op == SCAN:  # how much of it are products is the affair of its function
+            out.spare.update({(BY_PRODUCTS, FORWARD): op.flops, (BY_PRODUCTS, BACKWARD): 2.0 * op.flops})
+        elif op_kind(op.op) in (OpKind.PRODUCT, OpKind.EXPERTS) or op.op == CONVOLUTION:
             out.least.update({(BY_PRODUCTS, FORWARD): op.flops, (BY_PRODUCTS, BACKWARD): op.flops * _gradients(op)})
             out.spare.update({(BY_PRODUCTS, BACKWARD): _summed_biases(op)})
     return out

@@ -12,12 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from autoplan.runtime.convert import phase_of_call
 
 _aten = torch.ops.aten
-_PRODUCTS = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution, _aten.convolution_backward))
+_PRODUCTS = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution))
 _ATTENTION = frozenset(
     (
         _aten._scaled_dot_product_flash_attention_for_cpu,
@@ -63,6 +63,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet in _PRODUCTS:
             count: Callable[..., int] = flop_registry[packet]
             self.flops["products", phase_of_call()] += count(*args, **kwargs, out_val=out)
+        elif packet is _aten.convolution_backward:
+            self.flops["products", phase_of_call()] += _convolution_gradients_flops(*args, **kwargs)
         elif packet is _aten._grouped_mm:
             self.flops["products", phase_of_call()] += _grouped_flops(args[0].shape, args[1].shape)
         elif packet in _ATTENTION:
@@ -132,6 +134,28 @@ def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     causal, tensors = (4, args[:3]) if forward else (7, args[:4])
     masked = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
     return count(*(x.shape for x in tensors)) / (2 if masked else 1)
+
+
+def _convolution_gradients_flops(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    output_mask: Sequence[bool],
+) -> float:
+    """Return the FLOPs of the gradients of data and weights: as many as the forward each.
+
+    torch's own formula counts that of weights as if there was one group.
+    """
+    return float(
+        conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed) * sum(output_mask[:2])
+    )
 
 
 def _grouped_flops(left: Sequence[int], right: Sequence[int]) -> float:

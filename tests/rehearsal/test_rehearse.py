@@ -326,6 +326,48 @@ def test_ranks_are_read_by_name() -> None:
             read_ranks(text, 16384)
 
 
+STATES = {
+    **EXPERTS,
+    "model_type": "mamba2",
+    "architectures": ["Mamba2ForCausalLM"],
+    "num_hidden_layers": 2,
+    "state_size": 64,
+    "head_dim": 64,
+    "num_heads": 16,
+    "n_groups": 1,
+}
+
+
+def test_products_inside_of_a_scan_are_its_own_affair(tmp_path: Path) -> None:
+    """A convolution of every channel alone, too, of whose weights torch counts the gradients as if all were joined."""
+    report, _ = rehearsed(tmp_path, STATES, 512, on=2, tp=2, pp=1, zero_stage=0, recompute="none")
+    found = {row.name: row.observed / row.expected for row in report.rows if "FLOPs" in row.name and row.expected}
+    assert report.differences == () and all(1.0 < share < 2.0 for share in found.values()), found
+
+
+class _Convolutions(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        conv, back = torch.nn.Conv2d, torch.nn.ConvTranspose2d
+        convolutions = conv(3, 32, 3, 2, 1), conv(32, 64, 3, groups=32), conv(64, 64, 1), back(64, 8, 2, 2, groups=4)
+        self.layers = torch.nn.ModuleList([torch.nn.Sequential(each, torch.nn.GELU()) for each in convolutions])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_convolutions_compute_what_their_plan_says(recompute: str) -> None:
+    batch = {"x": torch.zeros(4, 3, 32, 32), "target": torch.zeros(4, 8, 28, 28)}
+    pins = {"dp": 2, "zero_stage": 1, "micro_batch_size": 4, "recompute": recompute}
+    plan = small_plan(_Convolutions(), "1x2xh100-sxm5-80gb", batch, mean_square, **pins)
+    (report,) = autoplan.rehearse(plan, "0").ranks
+    rows = [row for row in report.rows if "FLOPs" in row.name]
+    assert len(rows) >= 2 and all(row.expected == row.observed > 0 for row in rows)
+
+
 def small_plan(
     model: Any, cluster: str, batch: Any, loss_fn: Any = None, precision: str = "native", **pins: Any
 ) -> Plan:
