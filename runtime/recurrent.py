@@ -28,21 +28,19 @@ def packed_layers(
     lengths: torch.Tensor,
     state: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
-    biases: bool,
-    layers: int,
-    bidirectional: bool,
-    batch_first: bool,
+    *settings: bool | int,
 ) -> tuple[torch.Tensor, ...]:
     """Run layers of PyTorch over the first tokens of every sample.
 
     Args:
         kind: name of PyTorch's function, such as lstm.
+        settings: whether there are biases, the number of layers, whether they have two directions, and whether the
+            batch is the first dim.
 
     Returns:
         The output, zero behind the length of a sample, and the state after the last of its tokens.
     """
-    given = x, lengths, list(state), list(weights), kind, biases, layers, bidirectional, batch_first
-    return tuple(torch.ops.autoplan_recurrent.packed(*given))
+    return tuple(torch.ops.autoplan_recurrent.packed(x, lengths, list(state), list(weights), kind, *settings))
 
 
 def _packed(

@@ -237,9 +237,7 @@ class ProgramSpec:
     equal_samples: bool = False  # it uses the size of micro-batches that data-parallel ranks share, each with as many
     no_evaluation: str = ""  # why there is none although it would be something else
     draws: bool = True  # it draws random numbers: its stages read `rng`
-    sequence_chunks: int = (
-        2  # chunks of a sequence that a rank of context parallelism has; 1: an equal part of each run
-    )
+    sequence_chunks: int = 2  # that a rank of context parallelism has; 1: an equal part of every run
     draws_counts: bool = False  # what the loss counts depends on random numbers: `count` of its stages takes `rng`
 
     @property

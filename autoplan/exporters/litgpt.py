@@ -55,17 +55,8 @@ _ADAPTED: Mapping[str, tuple[tuple[str, ...], bool]] = {
 _TAKEN = ("devices", "num_nodes", "precision", "lora_r", "lora_head", "quantize")
 _IDLE = (  # sections and fields that change neither time nor memory
     *("data", "eval", "log", "model_config", "model_name", "checkpoint_dir", "initial_checkpoint_dir", "out_dir"),
-    *(
-        "tokenizer_dir",
-        "logger_name",
-        "seed",
-        "resume",
-        "access_token",
-        "lora_alpha",
-        "lora_dropout",
-        "train",
-        "optimizer",
-    ),
+    *("tokenizer_dir", "logger_name", "seed", "resume", "access_token", "lora_alpha", "lora_dropout", "train"),
+    "optimizer",
 )
 
 

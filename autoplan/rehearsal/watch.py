@@ -64,7 +64,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             count: Callable[..., int] = flop_registry[packet]
             self.flops["products", phase_of_call()] += count(*args, **kwargs, out_val=out)
         elif packet is _aten.convolution_backward:
-            self.flops["products", phase_of_call()] += _convolution_gradients_flops(*args, **kwargs)
+            self.flops["products", phase_of_call()] += _convolution_gradients_flops(args)
         elif packet is _aten._grouped_mm:
             self.flops["products", phase_of_call()] += _grouped_flops(args[0].shape, args[1].shape)
         elif packet in _ATTENTION:
@@ -136,26 +136,14 @@ def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     return count(*(x.shape for x in tensors)) / (2 if masked else 1)
 
 
-def _convolution_gradients_flops(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias_sizes: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-    output_mask: Sequence[bool],
-) -> float:
-    """Return the FLOPs of the gradients of data and weights: as many as the forward each.
+def _convolution_gradients_flops(args: tuple[Any, ...]) -> float:
+    """Return the FLOPs of the gradients of data and weights, given the arguments of `convolution_backward`.
 
-    torch's own formula counts that of weights as if there was one group.
+    Each has as many as the forward. torch's own formula counts that of weights as if there was one group.
     """
-    return float(
-        conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed) * sum(output_mask[:2])
-    )
+    (grad, x, weight), transposed, wanted = args[:3], args[7], args[10][:2]
+    each = conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
+    return float(each * sum(wanted))
 
 
 def _grouped_flops(left: Sequence[int], right: Sequence[int]) -> float:

@@ -55,16 +55,15 @@ def program_of(graph: ModelGraph, world: int, batch: int = 2, **pins: Any) -> Pr
     return plan_program(graph, Cluster.local(world, "cpu"), pins, batch, graph.bounds["s"][0])[1]
 
 
+def parallel(program: Program, module: torch.nn.Module) -> ParallelModel:
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    return ParallelModel(program.spec, program.sources, params, buffers, dtype=torch.float64)
+
+
 def step_job(rank: int, world: int, program: Program, made: Made) -> tuple[float, dict[str, Any]]:
     """Loss and gradients of a step on this rank; every rank of one mesh of dp 1 has the whole batch."""
     module, batch = made
-    pm = ParallelModel(
-        program.spec,
-        program.sources,
-        dict(module.named_parameters()),
-        dict(module.named_buffers()),
-        dtype=torch.float64,
-    )
+    pm = parallel(program, module)
     loss = float(pm.step(batch))
     return loss, {n: g.numpy() for n, g in pm.gradients().items()}
 
@@ -143,13 +142,7 @@ def test_beside_tensor_parallelism() -> None:
 
 def output_job(rank: int, world: int, program: Program, made: Made) -> torch.Tensor:
     module, batch = made
-    pm = ParallelModel(
-        program.spec,
-        program.sources,
-        dict(module.named_parameters()),
-        dict(module.named_buffers()),
-        dtype=torch.float64,
-    )
+    pm = parallel(program, module)
     _, found = pm.eval_outputs(batch)
     (output,) = found.values()
     return output

@@ -19,22 +19,15 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.utils import rnn
 
-from autoplan.capture.frontend.marker import empty_like_each, marker
-from autoplan.capture.frontend.recurrent import layer_by_layer
+from autoplan.capture.frontend.marker import marker
+from autoplan.capture.frontend.recurrent import layer_by_layer, recurrent_like
 from autoplan.errors import CaptureError
-
-
-def _like(x: torch.Tensor, lengths: torch.Tensor, state: list[torch.Tensor], weights: object, kind: str, biases: bool,
-          layers: int, bidirectional: bool, batch_first: bool) -> list[torch.Tensor]:  # fmt: skip
-    width = state[0].shape[-1] * (2 if bidirectional else 1)
-    return [x.new_empty(*x.shape[:-1], width), *empty_like_each(state)]
-
 
 # recurrent layers over the first tokens of every sample; results behind them are zero
 marker(
     "packed_recurrent(Tensor x, Tensor lengths, Tensor[] state, Tensor[] weights, str kind, bool biases, "
     "SymInt layers, bool bidirectional, bool batch_first) -> Tensor[]",
-    _like,
+    lambda x, lengths, *rest: recurrent_like(x, *rest),
 )
 
 

@@ -21,8 +21,9 @@ from autoplan.errors import CaptureError
 _KINDS = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 
 
-def _like(x: torch.Tensor, state: list[torch.Tensor], weights: object, kind: str, biases: bool, layers: int,
-          bidirectional: bool, batch_first: bool) -> list[torch.Tensor]:  # fmt: skip
+def recurrent_like(x: torch.Tensor, state: list[torch.Tensor], weights: object, kind: str, biases: bool, layers: int,
+                   bidirectional: bool, batch_first: bool) -> list[torch.Tensor]:  # fmt: skip
+    """Return empty results of recurrent layers: the output, and the state after the last token."""
     width = state[0].shape[-1] * (2 if bidirectional else 1)
     return [x.new_empty(*x.shape[:-1], width), *empty_like_each(state)]
 
@@ -31,7 +32,7 @@ def _like(x: torch.Tensor, state: list[torch.Tensor], weights: object, kind: str
 marker(
     "recurrent(Tensor x, Tensor[] state, Tensor[] weights, str kind, bool biases, SymInt layers, bool bidirectional, "
     "bool batch_first) -> Tensor[]",
-    _like,
+    recurrent_like,
 )
 
 
