@@ -332,8 +332,8 @@ def _cluster_of_job(cluster: Cluster | Path | str, model: nn.Module, device: tor
         raise PinError(
             f"the cluster has {cluster.num_devices} devices but this job has {world} process{'es' * (world != 1)}; "
             f"start it with torchrun --nproc-per-node {cluster.num_devices}, or pass cluster='local'. Without that "
-            "cluster autoplan.plan(model, cluster) plans, and autoplan.compile(model, plan, folder) writes it; "
-            "on the command line `autoplan plan` and `autoplan compile` do"
+            "cluster autoplan.plan(model, cluster) plans, and autoplan.compile(model, plan, folder) writes the program;"
+            " on the command line `autoplan plan` and `autoplan compile` do"
         )
     return cluster
 
