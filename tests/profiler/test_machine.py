@@ -118,12 +118,13 @@ def test_what_a_machine_does_not_say_is_noted() -> None:
 
 
 def test_proposals_refuse_what_no_catalog_has() -> None:
-    assert catalog_id("Tesla V100-SXM2-32GB") == "v100-sxm2-32gb" and catalog_id("NVIDIA T4") is None
+    assert catalog_id("Tesla V100-SXM2-32GB") == "v100-sxm2-32gb" and catalog_id("NVIDIA T40") is None
+    assert catalog_id("Tesla T4") == "t4-16gb" and catalog_id("NVIDIA GeForce RTX 3090") == "rtx3090-24gb"
     found = detect(machines.L40S)
-    other = dataclasses.replace(found.devices[0], name="NVIDIA T4")
+    other = dataclasses.replace(found.devices[0], name="NVIDIA T40")
     with pytest.raises(PinError, match="several kinds"):
         cluster_data(dataclasses.replace(found, devices=(other, found.devices[1])))
-    with pytest.raises(PinError, match="'NVIDIA T4' is not in the catalog"):
+    with pytest.raises(PinError, match="'NVIDIA T40' is not in the catalog"):
         cluster_data(dataclasses.replace(found, devices=(other,)))
     sxm = tuple(dataclasses.replace(d, name="NVIDIA H100 80GB HBM3") for d in found.devices)
     _, checks = cluster_data(dataclasses.replace(found, devices=sxm, nics=()))
