@@ -103,7 +103,7 @@ class CatalogEntry:
 
 @dataclass(frozen=True)
 class Instance:
-    """One rentable machine: its devices, network and price (None if no source is dated)."""
+    """One rentable machine: its devices, network, host memory and price (None if no source is dated)."""
 
     name: str
     provider: str
@@ -113,6 +113,7 @@ class Instance:
     price: Price | None
     region: str
     notes: str
+    host_memory_bytes: float | None = None
 
 
 def _rows(name: str) -> list[dict[str, str]]:
@@ -305,6 +306,7 @@ def instances() -> Mapping[str, Instance]:
             price=price,
             region=row["region"],
             notes=row["notes"],
+            host_memory_bytes=_part(row, "host_mem_gib_per_node", 1, GIB),
         )
     return MappingProxyType(out)
 
