@@ -357,6 +357,18 @@ def test_a_card_without_timings_of_its_own_reaches_its_best_published_product(na
     assert large / 16**3 < small
 
 
+def test_the_consumer_chips_of_blackwell_are_a_family_of_listed_devices() -> None:
+    """Compute capability 12 has no tensor memory; a TPU v5p of the same peak stays with the family that it had."""
+    for name in ("rtx5090-32gb", "rtx-pro-6000-server-96gb", "gb10-128gb"):
+        assert kernels.family_of(catalog.device(name)) == "rtx_blackwell"
+    assert kernels.family_of(catalog.device("tpu-v5p")) == "ada"
+    pro = catalog.device("rtx-pro-6000-server-96gb")
+    found = kernels_of(pro, Constants.shipped().with_(BURST))
+    assert found is not None and found.gemm[KernelKind.HALF].tag is Tag.FITTED
+    # a row of aiconfigurator, systems/data/rtx_pro_6000_server/gemm/trtllm/1.3.0rc20
+    assert found.product_s(pro, KernelKind.HALF, 16384, 4096, 8192).busy_s == pytest.approx(2.524e-3, rel=0.1)
+
+
 def test_families() -> None:
     assert kernels.family_of(catalog.device("mi300x-192gb")) == "hopper"
     assert kernels.family_of(catalog.device("v100-sxm2-16gb")) == "ampere"
