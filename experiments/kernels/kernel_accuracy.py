@@ -305,7 +305,9 @@ class Study:
             "families": both,
             "source": "FlashAttention-2 on H100, forward against forward and backward; the error is in-sample",
         }
-        head = {"source": _PAPERS, "date": date, "how": _HOW, "backward": backward}
+        # no row of the table: shares of older kernels stay
+        older = kernels.data("attention")["older"]
+        head = {"source": _PAPERS, "date": date, "how": _HOW, "backward": backward, "older": older}
         return {**head, "families": families, "devices": devices}
 
 
