@@ -19,7 +19,7 @@ def test_every_run_has_a_source_and_says_what_was_measured() -> None:
 @pytest.mark.parametrize(("name", "time", "memory"), [
     ("3B chunked loss", 0.10, 0.10),  # CEWithChunkedOutputLoss, compiled
     ("3B packed", 0.10, 0.06),  # F.cross_entropy, op by op
-    ("llama-2-7b lora 2", None, 0.06),  # of rank 32, bfloat16
+    ("llama-2-7b lora 2", None, 0.10),  # of rank 32, bfloat16
 ])  # fmt: skip
 def test_full_and_lora_runs_are_near(name: str, time: float | None, memory: float, tmp_path: Path) -> None:
     run: Run = next(run for run in runs() if run.name == name and run.source != "litgpt")
