@@ -74,6 +74,8 @@ def adapters_note(made: ModelGraph, adapters: Adapters) -> str:
     note = f"adapters {adapters}: {scaled(trained)} of {scaled(made.num_params)} parameters are trained"
     if adapters.packed and any(op_kind(n.op) is OpKind.EXPERTS for b in made.blocks.values() for n in b.nodes):
         note += "; the weights of experts stay as they are, only linear layers are stored in 4 bits"
+    if adapters.packed:
+        note += "; the rest keeps its dtype (float32 after PEFT's prepare_model_for_kbit_training, which is not priced)"
     return note
 
 
