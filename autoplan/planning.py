@@ -21,7 +21,7 @@ from autoplan.config.keys import check_count
 from autoplan.config.numbers import without_numpy
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.pins import Pins
-from autoplan.config.planning import SearchWords, tolerances_of
+from autoplan.config.planning import SearchWords, check_search_words, tolerances_of
 from autoplan.config.settings import check_setting
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
@@ -81,6 +81,8 @@ def plan(
         compile: True: blocks run through torch.compile; False: no; 'auto': on CUDA, if that has the lower price.
         async_tp: as `parallelize` takes it.
         top: how many plans are searched; the others are in the text of the plan (`alternatives`) and its figures.
+        **search: settings of the search: time_limit_s, memory_risk, equal_within, gap, cache
+            (`autoplan.config.planning.SearchSettings`).
 
     Returns:
         The plan, one that autoplan's own runtime executes.
@@ -94,6 +96,7 @@ def plan(
         >>> plan.config.dp * plan.config.tp, plan.num_devices
         (2, 2)
     """
+    check_search_words(search, "plan")
     seq_len, target_len, top = without_numpy((seq_len, target_len, top))
     where = Cluster.of(cluster)
     check_count("top", top)

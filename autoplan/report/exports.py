@@ -38,8 +38,8 @@ def export_plan(
     Args:
         plan: a plan file (what `autoplan plan --json` or `estimate --json` printed), what `autoplan.plan` returned, or
             the request of a plan, which then is `config`.
-        to: NAME or NAME@VERSION of a target: megatron-lm, megatron-bridge, torchtitan, deepspeed, accelerate,
-            transformers, lightning, nanotron, maxtext, automodel. A version is a month YY.MM, or a release.
+        to: NAME or NAME@VERSION of a target (`autoplan.exporters.targets.TARGETS`). A version is a month YY.MM, or a
+            release.
         file: the name of the file in the launch command.
 
     Raises:

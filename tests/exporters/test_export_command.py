@@ -122,6 +122,16 @@ def test_the_door_exports_and_reads(tmp_path: Path) -> None:
     assert (read.target, read.version, read.faults) == ("torchtitan", "26.08", ())
 
 
+def test_help_lists_all_targets() -> None:
+    listed = " ".join(run("export", "--help").stdout.split())
+    assert f"of a framework: {', '.join(sorted(TARGETS))}." in listed.replace("- ", "-")
+
+
+def test_a_format_needs_a_file() -> None:
+    said = one_line_error(run("estimate", *TASK, "--format", "torchtitan"), 2)
+    assert "--format torchtitan is of the file of --from, which is missing" in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
