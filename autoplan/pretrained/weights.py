@@ -159,7 +159,7 @@ def is_empty(model: nn.Module) -> bool:
     return any(t.is_meta for _, t in (*model.named_parameters(), *all_buffers(model)))
 
 
-def check_values(model: nn.Module, weights: object, init: object, seed: object) -> None:
+def check_init(model: nn.Module, weights: object, init: object, seed: object) -> None:
     """Raise PinError for a seed that is none, or an initialisation of a model that has its values."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**63:
         raise PinError(f"seed={seed!r} must be a whole number of 64 bits")
