@@ -295,6 +295,18 @@ def test_a_parameter_that_is_frozen_later_is_named() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_parameter_of_the_program_stays_trained_or_frozen(trained: bool) -> None:
+    """No collective would sum the gradient of one that is trained later: every data-parallel rank had its own."""
+    _, pm = loop_jobs.program("gpt", {}, frozen=() if trained else ("norm.weight",))
+    batch, weight = loop_jobs.batch_of("gpt", 4), dict(pm.named_parameters())["norm.weight"]
+    pm.step(batch)
+    weight.requires_grad_(not trained)
+    with pytest.raises(ValueError, match=rf"norm\.weight was {'trained' if trained else 'frozen'} when the program"):
+        pm.step(batch)
+
+
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("late", "message"),
     [
