@@ -316,7 +316,7 @@ def whatif(
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
-    """Return the exit code of a sweep: 0 if any point has a plan."""
+    """Stop with the exit code of a sweep, unless a point has a plan."""
     if outcome == "interrupted":
         raise _stop(f"interrupted after {len(found)} of {count} points", EXIT_INTERRUPTED)
     if outcome == "infeasible":
