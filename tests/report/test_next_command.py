@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -230,6 +231,6 @@ def test_the_task_of_a_stack_is_proposed_with_its_precision(like: str, precision
     """Gradients in 32 bits where the stack has 16: without the suffix the command was about other gradients."""
     request = asked("llama-3.2-1b", ONE, 4096, 64, like=like, precision=precision)
     words = commands.plan_command("llama-3.2-1b", ONE, request)
-    given = dict(zip(words, words[1:], strict=False))
+    given = dict(pairwise(words))
     again = asked("llama-3.2-1b", ONE, 4096, 64, like=given["--like"], precision=given["--precision"])
     assert again.precision == request.precision and again.mode is request.mode
