@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from autoplan.captured import captured, model_facts
 from autoplan.codegen.program import Layouts, Program, compile_program
+from autoplan.config.adapters import read_adapters
 from autoplan.config.choices import option_data
 from autoplan.config.kernels import ASYNC_TP, AUTO, COMPILE
 from autoplan.config.keys import check_count
@@ -32,6 +33,7 @@ from autoplan.plans.document import graph_of_text, plain
 from autoplan.plans.folder import buffer_texts, write_program
 from autoplan.plans.layouts import check_executed, layouts_of, solved_again
 from autoplan.plans.record import Plan, searched_plan
+from autoplan.program.adapters import with_adapters
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
 from autoplan.runtime.spec import ProgramSpec
@@ -412,13 +414,15 @@ def graph_of_plan(plan: Plan) -> ModelGraph | None:
     """Return the graph that a plan was made for; None if its model cannot be found here under its name."""
     from autoplan.catalog import load_model
 
-    text, name = plan.document.get("graph"), plan.document.get("asked", {}).get("model")
+    asked = plan.document.get("asked", {})
+    text, name, adapters = plan.document.get("graph"), asked.get("model"), asked.get("adapters")
     if text is not None:
         return graph_of_text(text, plan.graph_hash, f"the plan of {plan.model}")
     if name is None:
         return None
     try:
         graph = load_model(name)
+        graph = graph if adapters is None else with_adapters(graph, read_adapters(adapters))
     except (CaptureError, AutoplanError):
         return None
     return graph if graph.content_hash == plan.graph_hash else None

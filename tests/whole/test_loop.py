@@ -525,3 +525,16 @@ def test_outputs_that_cannot_be() -> None:
     assert why_no_outputs(some, "all", lambda out: out) is None  # type: ignore[arg-type]
     assert str(why_no_outputs(some, "mine", None)).startswith("rows='mine'; give 'own'")  # type: ignore[arg-type]
     assert "each is of type int" in str(why_no_outputs(some, "own", 3))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_frozen_tied_weight_is_held_once() -> None:
+    """Without gradients to sum it is in no TiedSpec, and each of its uses had a copy."""
+    model, pm = loop_jobs.program("gpt", {}, frozen=("tok.weight",))
+    own = model.get_parameter("tok.weight")
+    held = [p for p in pm.stage.state_dict(keep_vars=True).values() if torch.equal(p, own)]
+    assert len(held) == 2 and held[0] is held[1]
+    batch = loop_jobs.batch_of("gpt", 4)
+    torch.testing.assert_close(
+        pm.eval_step(batch), loop_jobs.loss_alone(model.eval(), "gpt", batch), rtol=1e-12, atol=0
+    )
