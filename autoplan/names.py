@@ -56,6 +56,11 @@ def same_letters(one: str, other: str) -> bool:
     return _without_signs(one) == _without_signs(other)
 
 
+def begins_alike(text: str, part: str) -> bool:
+    """Return True if a text begins with the letters and numbers of a part, in any case: `rtx-4090` with rtx4090."""
+    return begins_with(_without_signs(text), _without_signs(part))
+
+
 def begins_with(name: str, text: str) -> bool:
     """Return True if the name begins with the text and no number of it is cut: h100 begins h100-sxm, not h1000."""
     rest = name.removeprefix(text)

@@ -8,9 +8,10 @@ The CUDA kernels and what they take (aten/native/transformers/cuda/sdp_utils.cpp
 | memory-efficient | 16 and 32 bits | yes | no | aligned at the start | multiples of 16 bytes |
 | math | all | yes | yes | aligned at the start | all, but it holds all scores |
 
-To avoid math: keys and values are repeated for all query heads where flash does not apply (32 heads of 128 in 16 bits
-over 8,192 keys, of 8 key heads: 96 MB more instead of 4.3 GB of scores). Windows and causal masks that end with the
-keys go to flash as they are. Large scores are refused. On a CPU torch's own choice is used.
+Flash needs compute capability 8.0. To avoid math: keys and values are repeated for all query heads where flash does not
+apply (32 heads of 128 in 16 bits over 8,192 keys, of 8 key heads: 96 MB more instead of 4.3 GB of scores). Windows and
+causal masks that end with the keys go to flash as they are. Large scores are refused. On a CPU torch's own choice is
+used.
 
 The table was read from the source. On an H200 (torch 2.11) causal attention, windows and packed documents of 32 query
 and 8 key heads over 8,192 keys in bfloat16 peaked at 10 to 22 % of what the scores alone would take
@@ -31,6 +32,7 @@ from autoplan.torch_kernels import LARGEST_HEAD
 
 HALVES = (torch.float16, torch.bfloat16)
 HEAD_MULTIPLE = 8  # CUDA's kernels take head dims that are multiples of this
+_FIRST_FLASH = (8, 0)  # compute capability; before it (V100, T4) there is only the memory-efficient kernel
 _LARGEST_ANYWHERE = 192  # larger dims lack a backward on some devices
 _LARGE_SCORES_BYTES = 1 << 30
 
@@ -67,13 +69,14 @@ def choose(
     """
     cuda, half = device_type == "cuda", dtype in HALVES
     if window or causal == "end":
-        if not cuda or not half or masked or capability is None or capability < (8, 0):
+        if not cuda or not half or masked or capability is None or capability < _FIRST_FLASH:
             return "masked"
         everywhere = capability == (8, 0) or capability[0] in (9, 10)
         return "flash" if max(sizes) <= (LARGEST_HEAD if everywhere else _LARGEST_ANYWHERE) else "masked"
     if not cuda or not grouped or not (half or dtype == torch.float32):
         return "torch"
-    by_flash = half and not masked and sizes[0] == sizes[1] <= LARGEST_HEAD and (square or not causal)
+    too_old = capability is not None and capability < _FIRST_FLASH
+    by_flash = half and not masked and sizes[0] == sizes[1] <= LARGEST_HEAD and (square or not causal) and not too_old
     return "torch" if by_flash else "repeated"
 
 

@@ -38,21 +38,29 @@ class Attention(StrEnum):
 class FusedLoss(StrEnum):
     """The kernels of the cross entropy over a vocabulary.
 
-    NO: the steps of a softmax in kernels of their own, over logits in 32 bits. COMPILED: these steps compiled into
-    three kernels (Megatron's `native` fusion). FLASH: one kernel reads the logits in 16 bits, and the backward writes
-    their gradient in place (flash-attention's CrossEntropyLoss). ONLINE: the forward reads them twice and writes the
-    gradient in place, which the backward scales (Transformer Engine's parallel cross entropy, Liger).
+    NO: the steps of a softmax in kernels of their own, over logits in 32 bits; the gradient takes their place (the
+    losses of Megatron and of autoplan's runtime). TORCH: PyTorch's `F.cross_entropy`, which keeps the log-probabilities
+    and makes their gradient beside that of the logits. CHUNKED: the same over a part of the tokens at a time, while the
+    logits stay in 16 bits (torchtune's losses, with 8 parts). COMPILED: the steps compiled into three kernels
+    (Megatron's `native` fusion). FLASH: one kernel reads the logits in 16 bits, and the backward writes their gradient
+    in place (flash-attention's CrossEntropyLoss). ONLINE: the forward reads them twice and writes the gradient in
+    place, which the backward scales (Transformer Engine's parallel cross entropy, Liger). LINEAR: so, in one function
+    with the head's product, which makes the logits of as many tokens at a time as fit in the place of the hidden states
+    (Liger's LigerFusedLinearCrossEntropyFunction).
     """
 
     NO = "no"
+    TORCH = "torch"
+    CHUNKED = "chunked"
     COMPILED = "compiled"
     FLASH = "flash"
     ONLINE = "online"
+    LINEAR = "linear"
 
     @property
-    def in_place(self) -> bool:
-        """True if the kernel reads 16-bit logits as the product wrote them, and leaves their gradient there."""
-        return self in (FusedLoss.FLASH, FusedLoss.ONLINE)
+    def narrow(self) -> bool:
+        """True if the kernel reads 16-bit logits as the product wrote them: no cast of all of them is stored."""
+        return self in (FusedLoss.CHUNKED, FusedLoss.FLASH, FusedLoss.ONLINE, FusedLoss.LINEAR)
 
 
 class Reruns(StrEnum):

@@ -99,8 +99,8 @@ def with_offload(pins: Mapping[str, Any]) -> Mapping[str, Any]:
         return pins
     if pins.get("recompute", OFFLOAD) != OFFLOAD:
         raise PinError(
-            f"offload={pins['offload']!r} with recompute={pins['recompute']!r}: activations that are copied to the "
-            "host cannot be recomputed too",
+            f"offload={pins['offload']!r} with recompute={pins['recompute']!r}: activations go to the host by "
+            "recompute='offload', and a layer has one kind of recompute",
             ("recompute", "offload"),
         )
     return {**pins, "recompute": OFFLOAD}

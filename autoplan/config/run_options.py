@@ -125,15 +125,17 @@ class RunOptions:
     )
     fused_loss: FusedLoss = choice(
         FusedLoss.NO,
-        "Kernels of the cross entropy: no, compiled, flash or online.",
+        "Kernels of the cross entropy: no, torch, chunked, compiled, flash, online or linear.",
         written=Written.WORD,
         words=FusedLoss,
         former=("no", "flash"),
         said_as="{} loss",
         about=(
-            "Kernels of the cross entropy: one per step of a softmax in 32 bits (`no`, Megatron's default), the same "
-            "compiled (`compiled`, Megatron's `native` fusion), or over 16-bit logits, whose gradient is written in "
-            "place (`flash`, flash-attention's; `online`, Transformer Engine's `te` and Liger's)"
+            "Kernels of the cross entropy: one per step of a softmax in 32 bits, whose gradient takes the place of "
+            "the logits (`no`, Megatron's default), PyTorch's (`torch`), these for an eighth of the tokens at a time "
+            "(`chunked`, torchtune's), the steps compiled (`compiled`, Megatron's `native` fusion), over 16-bit "
+            "logits, whose gradient is written in place (`flash`, flash-attention's; `online`, Transformer Engine's "
+            "`te`), or in one with the head's product, which makes some logits at a time (`linear`, Liger's)"
         ),
     )
     whole_losses: bool = choice(

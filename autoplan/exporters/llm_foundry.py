@@ -99,14 +99,14 @@ def _read_attention(document: Document, found: Values) -> Values:
     return {"attention": document.word("model.attn_config.attn_impl", {"flash": "flash2", "torch": "unfused"})}
 
 
-_LOSSES = {FusedLoss.FLASH: "fused_crossentropy", FusedLoss.NO: "torch_crossentropy"}
+_LOSSES = {FusedLoss.FLASH: "fused_crossentropy", FusedLoss.TORCH: "torch_crossentropy"}
 
 
 def _read_loss(document: Document, found: Values) -> Values:
     """MPT's loss is one kernel unless it says otherwise; that of Hugging Face's models is PyTorch's."""
     given = document.get("model.loss_fn")
     if given is None:
-        return {"fused_loss": str(FusedLoss.NO if _hugging_face(document) else FusedLoss.FLASH)}
+        return {"fused_loss": str(FusedLoss.TORCH if _hugging_face(document) else FusedLoss.FLASH)}
     return {"fused_loss": document.word("model.loss_fn", {word: str(kind) for kind, word in _LOSSES.items()})}
 
 
@@ -175,7 +175,7 @@ LLM_FOUNDRY = Target(
         Field(("attention",), _write_attention, _read_attention),
         Field(
             ("fused_loss",),
-            lambda s: {} if s.options.fused_loss is FusedLoss.FLASH else {"model.loss_fn": _LOSSES[FusedLoss.NO]},
+            lambda s: {} if s.options.fused_loss is FusedLoss.FLASH else {"model.loss_fn": _LOSSES[FusedLoss.TORCH]},
             _read_loss,
         ),
         Field(

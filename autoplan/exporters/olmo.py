@@ -145,8 +145,8 @@ OLMO = Target(
         derived(lambda d, found: {"attention": "unfused" if _biased(d) else "flash2"}, "attention"),
         Field(
             ("fused_loss",),
-            lambda s: {"fused_loss": s.options.fused_loss is not FusedLoss.NO},
-            lambda d, found: {"fused_loss": str(FusedLoss.FLASH if d.get("fused_loss") else FusedLoss.NO)},
+            lambda s: {"fused_loss": s.options.fused_loss is not FusedLoss.TORCH},
+            lambda d, found: {"fused_loss": str(FusedLoss.FLASH if d.get("fused_loss") else FusedLoss.TORCH)},
         ),
         Field(
             ("mode",),

@@ -6,6 +6,7 @@ from typing import Any
 
 from autoplan.config.adapters import ALL_LINEAR, Adapters, read_adapters
 from autoplan.config.context_methods import GATHER
+from autoplan.config.kernels import FusedLoss
 from autoplan.config.parallel import Mode
 from autoplan.config.recompute import BY_OPERATION, FULL, NONE
 from autoplan.errors import PinError
@@ -211,12 +212,25 @@ def _unpriced(document: Document, found: Values) -> str | None:
         "model.apply_lora_to_output": "an adapter of the head",
     }
     listed += [f"{path}={document.get(path)} ({why})" for path, why in words.items() if document.get(path)]
-    loss = str(document.get("loss._component_") or "").rpartition(".")[2]
-    listed += [f"{loss} (logits in chunks; whole ones are priced)"] if loss in _CHUNKED else []
     return f"not priced: {', '.join(listed)}" if listed else None
 
 
-_CHUNKED = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss")
+_LOSS = "loss._component_"
+_LOSSES = {
+    "torchtune.modules.loss.LinearCrossEntropyLoss": str(FusedLoss.CHUNKED),
+    "torchtune.modules.loss.CEWithChunkedOutputLoss": str(FusedLoss.CHUNKED),
+    "torch.nn.CrossEntropyLoss": str(FusedLoss.TORCH),
+}
+
+
+def _write_loss(setup: Setup) -> Values:
+    path = next((path for path, word in _LOSSES.items() if word == setup.options.fused_loss), None)
+    return {} if path is None else {_LOSS: path}
+
+
+def _read_loss(document: Document, found: Values) -> Values:
+    word = _LOSSES.get(str(document.get(_LOSS)))
+    return {} if word is None else {"fused_loss": word}
 
 
 def _is_bound(document: Document, found: Values) -> str | None:
@@ -259,6 +273,7 @@ TORCHTUNE = Target(
         Field(("precision",), _write_dtype, _read_dtype),
         Field(("recompute",), _write_recompute, _read_recompute),
         Field(("adapters",), _write_adapters, _read_adapters),
+        Field(("fused_loss",), _write_loss, _read_loss),
         Field(
             ("mode",),
             lambda s: {"compile": s.mode is Mode.COMPILED},
@@ -279,6 +294,7 @@ TORCHTUNE = Target(
         "offload": "fully_shard offloads parameters, gradients and optimizer together",
         "precision": "dtype is bf16 or fp32, of parameters, gradients and moments",
         "recompute": "one kind for all layers: none, full, or ac_mode selective with ac_option op",
+        "fused_loss": "a loss over chunks of the logits, or PyTorch's",
         "mode": "torchtune runs PyTorch's modules, or compiles each layer",
         "sequence_parallel": "a property of tensor_parallel_plan",
         "overlap": "tensor parallelism does not overlap",

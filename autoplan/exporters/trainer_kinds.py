@@ -15,8 +15,8 @@ from autoplan.errors import PinError
 from autoplan.exporters.python_values import UNKNOWN
 from autoplan.exporters.record import Document, Recognised, TargetRule, Values
 
-NAME, LENGTH, PACKED, ADAPTERS, PRECISION = (
-    f"own.{name}" for name in ("trainer", "length", "packed", "adapters", "precision")
+NAME, LENGTH, PACKED, ADAPTERS, PRECISION, LINEAR_LOSS, FUSED_NORMS = (
+    f"own.{name}" for name in ("trainer", "length", "packed", "adapters", "precision", "linear_loss", "fused_norms")
 )
 
 
@@ -192,6 +192,17 @@ def _axolotl_precision(values: Values) -> str:
     return "bf16" if values.get("bf16") in (True, "true", "auto", "full") else "no"
 
 
+# integrations/liger and integrations/cut_cross_entropy: the head's product and the loss in one, and norms
+_AXOLOTL_KERNELS = {
+    LINEAR_LOSS: ("liger_fused_linear_cross_entropy", "cut_cross_entropy"),
+    FUSED_NORMS: ("liger_rms_norm",),
+}
+
+
+def _stated(values: Values, paths: Sequence[str]) -> bool:
+    return any(values.get(path) in (True, "true") for path in paths)
+
+
 def _axolotl(values: Values) -> Values:
     """What axolotl tells accelerate launch, and Trainer (its utils/schemas/validation.py, core/builders/causal.py)."""
     narrow = _axolotl_precision(values)
@@ -201,6 +212,8 @@ def _axolotl(values: Values) -> Values:
         out["gradient_checkpointing"] = True
     if values.get("flash_attention"):  # before attn_implementation
         out |= {"flash_attention": None, "attn_implementation": "flash_attention_2"}
+    out |= {name: _stated(values, paths) for name, paths in _AXOLOTL_KERNELS.items()}
+    out |= {path: None for paths in _AXOLOTL_KERNELS.values() for path in paths}
     if values.get("deepspeed") or any(path.startswith("deepspeed.") for path in values):
         return out | ({PRECISION: "fp8"} if wide else {})
     of_fsdp = [path for path in values if path.startswith("fsdp_config.")]
@@ -260,6 +273,7 @@ KINDS = (
         marks=("finetuning_type", "cutoff_len"),
         programs=("llamafactory-cli",),
         length=("cutoff_len", 2048),
+        renamed={"enable_liger_kernel": "use_liger_kernel"},
         forced=_llama_factory,
         packing=("packing", "neat_packing"),
         adapters=AdapterNames(

@@ -6,6 +6,7 @@ the file: `fsdp` with `fsdp_config`, DeepSpeed's own JSON under `deepspeed`, or 
 
 from __future__ import annotations
 
+from autoplan.config.kernels import FusedLoss
 from autoplan.config.parallel import Mode
 from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
@@ -183,6 +184,20 @@ def _read_mode(document: Document, found: Values) -> Values:
     return {"mode": "compiled" if any(given) else "eager"}
 
 
+def _write_kernels(setup: Setup) -> Values:
+    return {_LIGER: True} if setup.options.fused_loss is FusedLoss.LINEAR else {}
+
+
+def _read_kernels(document: Document, found: Values) -> Values:
+    """Liger's kernels: those of norms, and that of the loss with the head, which axolotl switches one by one."""
+    whole = trl.value_of(document, _LIGER)
+    loss = {"fused_loss": str(FusedLoss.LINEAR)} if whole or document.get(trainer_kinds.LINEAR_LOSS) else {}
+    return loss | ({"fused_norms": True} if whole or document.get(trainer_kinds.FUSED_NORMS) else {})
+
+
+_LIGER = "use_liger_kernel"
+
+
 def _one_precision(document: Document, found: Values) -> str | None:
     both = document.get("bf16") and document.get("fp16")
     return "bf16 and fp16 exclude each other; nearest: bf16 alone" if both else None
@@ -251,6 +266,7 @@ TRANSFORMERS = Target(
         Field(("recompute",), _write_recompute, _read_recompute),
         Field(("precision",), _write_precision, _read_precision),
         Field(("mode",), _write_mode, _read_mode),
+        Field(("fused_loss", "fused_norms"), _write_kernels, _read_kernels),
         derived(trl.read_length, "seq_len"),
         derived(trainer_kinds.read_own_length, "seq_len"),
         derived(trainer_kinds.read_own_adapters, "adapters"),

@@ -6,7 +6,7 @@ from autoplan.errors import CaptureError, FormError
 from autoplan.ir.layout import I, P
 from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.record import OpKind, OpRecord
-from autoplan.ops.saved import Form, OpFacts, keeps, statistics_bytes
+from autoplan.ops.saved import Form, OpFacts, SavedRule, keeps, statistics_bytes
 from autoplan.ops.text import OpText
 from autoplan.units import DTYPE_BYTES, HALF
 
@@ -105,6 +105,12 @@ def _loss_text(t: OpText) -> str:
     return f"cross_entropy_sum({t.args[0]}, {t.args[1]}{extra})"
 
 
+def torch_loss(f: OpFacts) -> SavedRule | None:
+    """Return the rule of `F.cross_entropy` on any device; None for a loss over a part of the classes."""
+    return None if f.special else _OF_TORCH
+
+
+_OF_TORCH = keeps("x1<0", form=Form.NEW, extra=_cross_entropy_extra, workspace=_cross_entropy_workspace)
 _OF_THE_RUNTIME = keeps(
     "x0<0 x1<0", form=Form.NEW, extra=_vocab_cross_entropy_extra, workspace=_vocab_cross_entropy_workspace
 )
@@ -144,7 +150,7 @@ RECORDS = (
         "cross_entropy_sum",
         OpKind.LOSS,
         "~[t,v@vocab_cross_entropy], #[t] -> []",
-        keeps("x1<0", form=Form.NEW, extra=_cross_entropy_extra, workspace=_cross_entropy_workspace),
+        _OF_TORCH,
         _loss_text,
         saved_form=lambda f: _OF_THE_RUNTIME if f.special or f.device_type != "cpu" else None,
         special={"vocab_cross_entropy": I},

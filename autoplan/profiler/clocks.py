@@ -25,6 +25,7 @@ import torch
 from autoplan.cost_models.profile import MeasuredOp, Profile
 from autoplan.profiler.job import Job
 from autoplan.profiler.system import System, Unreadable, rows_of
+from autoplan.runtime.fused import cuda_capability
 
 CLOCK_QUERY = (
     "nvidia-smi",
@@ -40,7 +41,8 @@ _LAST_S = 1.0  # the part of it that counts
 _BURST_S, _PAUSE_S, _BURSTS = 0.03, 0.1, 9  # a burst is as long as an operation's measurement; a rest before it
 _PIECE_S = 0.25  # of load between two looks at the clock; the gaps in between are a hundredth of it
 _MAX_PIECE = 800  # products: the queue of launches holds about 1,000
-_SIZE, _DTYPE = 8192, torch.bfloat16  # of the product that takes most power in training
+_SIZE = 8192  # of the product that takes most power in training
+_FIRST_BFLOAT16 = (8, 0)  # compute capability: older GPUs (V100, T4) compute it without matrix units
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,8 @@ def time_warnings(ops: Sequence[MeasuredOp], clock: Mapping[str, float]) -> list
             f"{WARNING}half of the operations differ by {100 * spread:.0f} % or more between repeats (quartiles), as "
             "beside other work; measure again on an idle machine"
         )
-    name = str(_DTYPE).removeprefix("torch.")
-    fastest = Profile("", "cuda", 1, 1, ops=tuple(ops)).product_flops.get(name, 0.0)
+    known = Profile("", "cuda", 1, 1, ops=tuple(ops)).product_flops
+    fastest = max(known.get(name, 0.0) for name in ("bfloat16", "float16"))
     peak = 2.0 * _SIZE**3 / clock["burst_s"] if clock else math.inf
     if fastest > (1 + _SPREAD) * peak:
         out.append(
@@ -154,9 +156,15 @@ def time_warnings(ops: Sequence[MeasuredOp], clock: Mapping[str, float]) -> list
     return out
 
 
+def half_dtype(device: torch.device) -> torch.dtype:
+    """Return the 16-bit dtype in which a GPU multiplies fastest: bfloat16, or float16 where matrix units lack it."""
+    old = torch.version.hip is None and (cuda_capability(device) or _FIRST_BFLOAT16) < _FIRST_BFLOAT16
+    return torch.float16 if old else torch.bfloat16
+
+
 def large_product(device: torch.device) -> Callable[[], object]:
     """Return one product of random numbers, which draws as much power as training does (ones draw less)."""
-    a, b, out = (torch.randn(_SIZE, _SIZE, device=device).to(_DTYPE) for _ in range(3))
+    a, b, out = (torch.randn(_SIZE, _SIZE, device=device).to(half_dtype(device)) for _ in range(3))
     return lambda: torch.mm(a, b, out=out)
 
 

@@ -23,12 +23,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from autoplan.profiler.clocks import half_dtype
 from autoplan.profiler.job import Job
 from autoplan.profiler.ops import DeviceTimer
 
 _BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}  # gathered bytes: as many as of a layer, far from latency
 _PRODUCT = {"cpu": 256, "cuda": 4096}  # rows and columns
-_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 _REPEATS = 9
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in older torch
 _MAX_PRODUCTS = 2000
@@ -64,7 +64,7 @@ class Beside:
         self.job = job
         kind = job.device.type
         self.streams: Streams = _CudaStreams() if streams is None else streams
-        size, dtype = _PRODUCT[kind], _DTYPE[kind]
+        size, dtype = _PRODUCT[kind], torch.float32 if kind == "cpu" else half_dtype(job.device)
         self.a: torch.Tensor
         self.b: torch.Tensor
         self.out: torch.Tensor

@@ -1,17 +1,14 @@
 """Activation memory of a lowered block: bytes that autograd keeps, that remain under recompute, and transient bytes.
 
-Everything derives from the emitted statements and the table `autoplan.ops.saved`; no formula is specific to a kind of
-model. Memory is counted in storages: a view keeps its whole base alive and counts once with it.
-
-A tensor that crosses from block to block is counted as follows:
+Everything derives from the emitted statements and the table `autoplan.ops.saved`. Memory is counted in storages: a view
+keeps its whole base alive and counts once with it. A tensor that crosses from block to block is counted as follows:
 
 - a tensor with a gradient belongs to the block that makes it if that block keeps it, and to the block that takes it if
   that one keeps it. If both do, `saved_inputs` and `saved_outputs` show it, and `saved_bytes_of` counts it once;
-- a tensor without a gradient (positions, rotary tables, masks, indices) belongs to the block that makes it, counts once
-  however many layers use it, and is assumed to be used. The batch itself, parameters and buffers do not count.
+- a tensor without a gradient (positions, tables, masks) belongs to the block that makes it, counts once however
+  many layers use it, and is assumed to be used. The batch itself, parameters and buffers do not count.
 
-So the sum of `saved_bytes` over the calls of a stage, parameter-free ones included, is what the stage keeps of one
-micro-batch. It is exact if `saved_bytes_of` adds it up.
+So the sum of `saved_bytes` over the calls of a stage is what it keeps of a micro-batch (exact by `saved_bytes_of`).
 """
 
 from __future__ import annotations
@@ -374,7 +371,7 @@ class _Walk:
         for var, fact in zip(args, facts.inputs, strict=True):
             if not fact.requires_grad or (var in self.params and self._accumulates(op)):
                 continue
-            passes = rule.gradient is Gradient.PASS
+            passes = rule.gradient is Gradient.PASS or (self.kernels.few_logits and var in self.logits)
             if op_kind(op.node.op) is OpKind.ELEMENTWISE and fact.num_elements != out.num_elements:
                 # the gradient has the size of the result and is summed to the size of the operand
                 passes = False
@@ -402,6 +399,9 @@ class _Walk:
             ]
         if rule.form is Form.DENSE:
             return [self.fresh(op.values[0], shapes[0], elementwise([(t.shape, t.strides) for t in ins], shapes[0]))]
+        if self.kernels.few_logits and known.kind is OpKind.PRODUCT and op.targets[0] in self.logits:
+            hidden = prod(ins[0].shape) * self.width(op.inputs[0])
+            return [StoredTensor(self.new(hidden), shapes[0], contiguous(shapes[0]))]
         outs = [self.fresh(value, shape) for value, shape in zip(op.values, shapes, strict=True)]
         if known.kind is OpKind.ATTENTION:
             _, h, s, d = shapes[0]

@@ -10,7 +10,10 @@
 - experts keep the rows sorted by expert, gate and up, their product, and the routing weights, which scale that product;
   their result is not kept (Megatron-LM, core/transformer/moe/experts.py);
 - a fused loss, in any mode, keeps the logits as they are and one number per token, and writes their gradient in their
-  place (flash-attention, ops/triton/cross_entropy.py);
+  place (flash-attention, ops/triton/cross_entropy.py); in one with the head's product, the gradient of the hidden
+  states is kept instead (Liger, ops/fused_linear_cross_entropy.py);
+- PyTorch's loss in eager mode keeps the log-probabilities, that in chunks too, where logits are upcast chunk by chunk
+  (torchtune, modules/loss);
 - unfused attention, in any mode, keeps queries, keys, values and the softmax, 2 a s^2 b bytes (Korthikanti et al.,
   2022, section 4.1: 5 a s^2 b with dropout, which is not captured).
 
@@ -25,6 +28,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from autoplan.config.context_methods import ContextMethod
+from autoplan.config.kernels import FusedLoss
 from autoplan.config.parallel import Attention, Mode
 from autoplan.ir.graph import Block
 from autoplan.ops.attention import (
@@ -36,6 +40,7 @@ from autoplan.ops.attention import (
     unfused_in_megatron,
 )
 from autoplan.ops.experts import experts_rows
+from autoplan.ops.losses import torch_loss
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule
 from autoplan.ops.table import op_kind, saved_rule
@@ -45,6 +50,7 @@ from autoplan.program.statements import Op
 from autoplan.units import DTYPE_BYTES
 
 FLOAT8_BYTES = 1
+LOSS_CHUNKS = 8  # num_output_chunks of torchtune's losses
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Kernels:
     mode: Mode = Mode.EAGER
     attention: Attention = Attention.FLASH2
     float8: bool = False
-    fused_loss: bool = False
+    loss: FusedLoss = FusedLoss.NO
     context: int = 1
     method: ContextMethod | None = None
     modules: tuple[str, ...] = ()
@@ -94,7 +100,12 @@ class Kernels:
     @property
     def narrow_logits(self) -> bool:
         """True if the upcast logits of a loss are not stored: its kernel reads the logits as they are."""
-        return self.megatron or self.fused_loss
+        return self.megatron or self.loss.narrow
+
+    @property
+    def few_logits(self) -> bool:
+        """True if the head's product makes the logits of a part of the tokens at a time, for its loss."""
+        return self.loss is FusedLoss.LINEAR
 
     @property
     def float8_inputs(self) -> bool:
@@ -114,8 +125,8 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
     what = op_kind(f.op)
     if what is OpKind.ATTENTION and (found := _attention_rule(f, kernels)) is not None:
         return found
-    if what is OpKind.LOSS and kernels.fused_loss:
-        return _LOSS_IN_PLACE
+    if what is OpKind.LOSS and (found := _loss_rule(f, kernels)) is not None:
+        return found
     if kernels.compiled:
         return compiled_kernels.compiled_rule(f, kernels.spread)
     if not kernels.megatron:
@@ -127,6 +138,16 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
     if what is OpKind.EXPERTS:
         return _EXPERTS_FLOAT8 if kernels.float8 else _EXPERTS
     return None
+
+
+def _loss_rule(f: OpFacts, kernels: Kernels) -> SavedRule | None:
+    """Return the rule of a loss whose kernels are not those of the mode, else None."""
+    eager = kernels.mode is Mode.EAGER
+    if kernels.loss is FusedLoss.TORCH:
+        return torch_loss(f) if eager else None
+    if kernels.loss is FusedLoss.CHUNKED and eager:
+        return _LOSS_IN_CHUNKS
+    return _LOSS_IN_PLACE if kernels.loss.narrow else None
 
 
 def _attention_rule(f: OpFacts, kernels: Kernels) -> SavedRule | None:
@@ -201,6 +222,17 @@ def _loss_workspace(f: OpFacts) -> tuple[int, ...]:
     return (0, f.inputs[0].num_elements * DTYPE_BYTES["bfloat16"])
 
 
+def _chunks_extra(f: OpFacts) -> tuple[int, ...]:
+    return (_softmax_bytes(f),)  # the log-probabilities of all chunks
+
+
+def _chunks_workspace(f: OpFacts) -> tuple[int, ...]:
+    # forward: the upcast logits of a chunk; backward: the gradients of its log-probabilities and of these logits, and
+    # that of all logits in 16 bits
+    chunk = -(-_softmax_bytes(f) // LOSS_CHUNKS)
+    return (chunk, 2 * chunk + f.inputs[0].num_elements * DTYPE_BYTES["bfloat16"])
+
+
 def _lse_extra(f: OpFacts) -> tuple[int, ...]:
     return (f.inputs[1].num_elements * DTYPE_BYTES["float32"],)
 
@@ -234,6 +266,7 @@ _UNFUSED_ATTENTION = SavedRule(
     tuple((f"x{k}", (0, 1, 2)) for k in range(4)), Form.NEW, extra=_unfused_extra, workspace=_unfused_workspace
 )
 _LOSS = SavedRule((), Form.NEW, Gradient.PASS, extra=_loss_extra, workspace=_loss_workspace)
+_LOSS_IN_CHUNKS = SavedRule((), Form.NEW, Gradient.PASS, extra=_chunks_extra, workspace=_chunks_workspace)
 _LOSS_IN_PLACE = SavedRule((("x0", (0,)),), Form.NEW, Gradient.PASS, extra=_lse_extra)
 _EXPERTS = SavedRule((), Form.NEW, extra=_experts_extra, workspace=_experts_workspace)
 _EXPERTS_FLOAT8 = SavedRule((), Form.NEW, extra=_experts_extra_float8, workspace=_experts_workspace)

@@ -56,7 +56,7 @@ def passes(stack: PassFacts) -> tuple[Pass, ...]:
         out.append(context_parallelism(stack.context, stack.methods, megatron=stack.kernels.megatron))
     if stack.experts is not None:
         out.append(token_dispatch(stack.experts))
-    if stack.kernels.fused_loss:
+    if stack.kernels.loss.narrow:
         out.append(fused_losses)
     return tuple(out)
 

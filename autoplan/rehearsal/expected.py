@@ -371,7 +371,7 @@ class Work:
         else:
             attention = Attention(task.get("attention", Attention.FLASH2))
             loss = RunOptions(fused_loss=task.get("fused_loss", FusedLoss.NO)).fused_loss
-            kernels = Kernels(mode, attention, fused_loss=loss.in_place, context=plan.config.cp)
+            kernels = Kernels(mode, attention, loss=loss, context=plan.config.cp)
             on_device = _workload(plan, graph, layouts, env, "cuda", kernels)
             there = _ranks(plan, layouts, on_device, "cuda", mode)
         block_of = {call.name: call.block for call in graph.calls}

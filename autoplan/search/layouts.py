@@ -375,7 +375,7 @@ class LayoutCache:
                 r.mode,
                 r.options.attention_in(r.mode),
                 float8=self.precision.matmul is not None,
-                fused_loss=r.options.fused_loss.in_place,
+                loss=r.options.fused_loss,
                 context=cp,
                 modules=modules_of(r.pins.get("recompute")),
                 fused_accumulation=r.options.fused_accumulation,

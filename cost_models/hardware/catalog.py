@@ -23,24 +23,15 @@ from typing import TypeVar
 
 from autoplan.cost_models.hardware.parts import Device, Host, Level, Price
 from autoplan.errors import PinError
-from autoplan.names import begins_with, matching, one_of, plain_name, same_letters
+from autoplan.names import begins_alike, begins_with, matching, one_of, plain_name
 from autoplan.units import GB, GIB, MIB, TERA
 
 # Ranks per row: PyTorch sees both dies (GCD) of a MI250X and both TensorCores of a TPU7x; a Trainium2 chip is 4 logical
 # NeuronCores (notes column).
 RANKS_PER_ROW: dict[str, int] = {"mi250x-128gb": 2, "tpu-v7x": 2, "trainium2-96gb": 4}
 
-# Memory that the driver reports, in bytes; from the notes column of the same row (NVML, nvidia-smi, AWS).
-_REPORTED_BYTES: dict[str, int] = {
-    "v100-sxm2-32gb": 34_058_272_768,
-    "v100-sxm3-32gb": 34_058_272_768,  # the same chip
-    "b200-sxm-180gb": 183_359 * MIB,
-    "b300-sxm-288gb": 275_040 * MIB,
-    "gb200-nvl72": 189_471 * MIB,
-    "gb300-nvl72": 275_040 * MIB,  # the same chip as B300
-}
-# Usable share of the memory of all others, assumed: vendors sell GiB as GB; HBM shows about 1.5 % less, GDDR with ECC a
-# sixteenth less.
+# Usable share of the memory where no source reports it (column mem_reported_mib), assumed: vendors sell GiB as GB; HBM
+# shows about 1.5 % less, GDDR with ECC a sixteenth less.
 _USABLE_FRACTION = {"HBM": 0.985, "GDDR": 0.9375}
 
 # link name in the catalog -> (fabric of nccl.FABRICS, latency in seconds, which hops are multiples of)
@@ -72,6 +63,7 @@ PEAK_COLUMNS: dict[str, str] = {  # columns of the catalog, by dtype
     "float4": "peak_tflops_fp4_dense",
     "int8": "peak_tops_int8_dense",
 }
+_MAKERS = "^((nvidia|geforce|tesla|amd|instinct)-)+"  # words that people and drivers write before a name
 PEAK_DTYPES = tuple(PEAK_COLUMNS)  # the dtypes that have a peak
 
 
@@ -111,7 +103,7 @@ class CatalogEntry:
 
 @dataclass(frozen=True)
 class Instance:
-    """One rentable machine: its devices, network and price (None if no source is dated)."""
+    """One rentable machine: its devices, network, host memory and price (None if no source is dated)."""
 
     name: str
     provider: str
@@ -121,6 +113,7 @@ class Instance:
     price: Price | None
     region: str
     notes: str
+    host_memory_bytes: float | None = None
 
 
 def _rows(name: str) -> list[dict[str, str]]:
@@ -146,8 +139,9 @@ def _required(row: Mapping[str, str], column: str) -> float:
 
 
 def _usable_bytes(row: Mapping[str, str]) -> int:
-    if row["id"] in _REPORTED_BYTES:
-        return _REPORTED_BYTES[row["id"]]
+    reported = _number(row, "mem_reported_mib")  # of the driver: NVML, nvidia-smi or torch
+    if reported is not None:
+        return int(reported * MIB)
     kind = "GDDR" if row["mem_type"].startswith("GDDR") else "HBM"
     return int(_required(row, "mem_gb") * GIB * _USABLE_FRACTION[kind])
 
@@ -251,11 +245,17 @@ def device_ids(text: str) -> list[str]:
     parts of the text in their order (`a100-80gb`) or with its letters and digits (`H100SXM`). The ones of a module for
     a board (SXM) are meant where there is another form (PCIe): `h100` is h100-sxm5-80gb.
     """
-    known, written = list(entries()), plain_name(text)
-    found = [name for name in matching(text, known) if any(same_letters(text[: len(p)], p) for p in _first_parts(name))]
-    found = found or [name for name in known if _has_parts(name, written)]
+    forms = {form: name for name in entries() for form in _forms(name)}
+    text = re.sub(_MAKERS, "", plain_name(text))
+    found = [form for form in matching(text, forms) if any(begins_alike(text, part) for part in _first_parts(form))]
+    found = list(dict.fromkeys(forms[form] for form in found or [f for f in forms if _has_parts(f, text)]))
     boards = [name for name in found if re.search(r"-sxm\d?-", name)]
     return boards or found
+
+
+def _forms(name: str) -> list[str]:
+    """Return an id as it is and as people write it without its brand: an RTX A6000 is an A6000."""
+    return list(dict.fromkeys((name, name.removeprefix("rtx-"))))
 
 
 def _first_parts(name: str) -> list[str]:
@@ -306,6 +306,7 @@ def instances() -> Mapping[str, Instance]:
             price=price,
             region=row["region"],
             notes=row["notes"],
+            host_memory_bytes=_part(row, "host_mem_gib_per_node", 1, GIB),
         )
     return MappingProxyType(out)
 

@@ -416,6 +416,8 @@ def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
         return Cluster.of_instances(count, name)
     if text and _is_device(text):
         return _one_node(1, text)
+    if text and catalog.instance_names(text):
+        return Cluster.of_instances(1, text)
     near = catalog.nearest_names(text, list(catalog.entries()))
     example = f"2x{catalog.entry(near[0]).devices_per_node}x{near[0]}" if near else "2x8xh100-sxm5-80gb"
     raise PinError(

@@ -123,9 +123,13 @@ class Nodes:
     def of_instances(
         cls, num_nodes: int, name: str, nic_gbit_s: float | None = None, price: Price | None = None
     ) -> Self:
-        """Return nodes of a cloud instance of the catalog, with its network (`nic_gbit_s` per device) and price."""
+        """Return nodes of a cloud instance of the catalog: its network (`nic_gbit_s` per device), memory and price."""
         machine = catalog.instance(name)
         if nic_gbit_s is None and machine.nic_gbit_s_per_node is not None:
             nic_gbit_s = machine.nic_gbit_s_per_node / machine.num_devices
         price = machine.price if price is None else price
-        return cls.of_catalog(num_nodes, machine.num_devices, machine.device_id, nic_gbit_s, price)
+        found = cls.of_catalog(num_nodes, machine.num_devices, machine.device_id, nic_gbit_s, price)
+        if machine.host_memory_bytes is None:
+            return found
+        each = int(machine.host_memory_bytes / machine.num_devices)
+        return replace(found, device=replace(found.device, host_memory_bytes=each))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autoplan.config.numbers import Range
+from autoplan.config.precision import PRECISIONS
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
 from autoplan.units import DEVICE_TYPES
@@ -107,11 +108,15 @@ class Device:
             return self.peak_flops
         dtype = dtype.partition("_block")[0]
         if dtype not in self.peak_flops_by_dtype:
+            there = [p.name for p in PRECISIONS.values() if p.compute and self._has(p.compute, p.matmul)]
             raise PinError(
                 f"{self.name} has no figure for {dtype}; it has {', '.join(self.peak_flops_by_dtype)}: choose a "
-                "precision among them"
+                f"precision among them: {', '.join(there)}"
             )
         return self.peak_flops_by_dtype[dtype]
+
+    def _has(self, *dtypes: str | None) -> bool:
+        return all(dtype is None or dtype.partition("_block")[0] in self.peak_flops_by_dtype for dtype in dtypes)
 
     @property
     def achievable(self) -> Quantity:

@@ -366,7 +366,10 @@ def family_of(device: Device) -> str | None:
         return str(known["family"])
     if max(half_peak(device), device.peak_flops) < _LEAST_ACCELERATOR_FLOPS:
         return None
-    peaks: Mapping[str, float] = {name: row["half_peak_flops"] for name, row in data("devices")["families"].items()}
+    rows = data("devices")["families"]
+    peaks: Mapping[str, float] = {
+        name: row["half_peak_flops"] for name, row in rows.items() if not row.get("listed_only")
+    }
     return min(peaks, key=lambda name: abs(math.log(peaks[name] / half_peak(device))))
 
 

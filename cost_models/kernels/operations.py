@@ -64,11 +64,19 @@ _LOSS_PASSES: dict[Mode, dict[str, float]] = {
 # are one kernel in place, the division another; the backward also writes what it changes in place, and a 16-bit
 # gradient, which is counted as the cast's. FLASH and ONLINE read and write 16 bits: `cross_entropy.py` of
 # flash-attention, and of transformer_engine (online_softmax_kernel, cross_entropy_kernel, and element_mul_kernel in the
-# backward).
+# backward). LINEAR: as ONLINE, but the backward scales the gradient of the hidden states instead.
 _FUSED_LOSS_PASSES: dict[FusedLoss, dict[str, float]] = {
     FusedLoss.COMPILED: {"forward": 4.0, "backward": 1.0},
     FusedLoss.FLASH: {"forward": 1.0, "backward": 2.0},
     FusedLoss.ONLINE: {"forward": 3.0, "backward": 2.0},
+    FusedLoss.LINEAR: {"forward": 3.0, "backward": 0.0},
+}
+# In passes over 16-bit logits. Op by op: the cast reads 2 bytes and writes 4, log_softmax reads 4 and writes 4; in the
+# backward nll_loss writes 4, log_softmax reads 8 and writes 4, the cast reads 4 and writes 2. A compiler reads twice.
+_CHUNKED_LOSS_PASSES: dict[Mode, dict[str, float]] = {
+    Mode.EAGER: {"forward": 7.0, "backward": 11.0},
+    Mode.FUSED: {"forward": 2.0, "backward": 2.0},
+    Mode.COMPILED: {"forward": 2.0, "backward": 2.0},
 }
 # Relative errors of the roofline: the interval is a factor of 1 + this either way.
 _ASSUMED_ERROR = 0.6
@@ -142,7 +150,9 @@ def _is_fused(kind: OpKind, mode: Mode) -> bool:
 def _loss_passes(mode: Mode, options: RunOptions) -> Mapping[str, float]:
     """Return the passes of a loss. A compiler's own loss is compiled as it is."""
     fused = options.fused_loss
-    own = fused is FusedLoss.NO or (fused is FusedLoss.COMPILED and mode is Mode.COMPILED)
+    own = fused in (FusedLoss.NO, FusedLoss.TORCH) or (fused is FusedLoss.COMPILED and mode is Mode.COMPILED)
+    if fused is FusedLoss.CHUNKED:
+        return _CHUNKED_LOSS_PASSES[mode]
     return _LOSS_PASSES[mode] if own else _FUSED_LOSS_PASSES[fused]
 
 

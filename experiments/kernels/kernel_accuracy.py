@@ -282,7 +282,7 @@ class Study:
         head = {"source": _PAPERS, "date": date, "how": _HOW, "sustained": self.sustained, "grouped": grouped}
         # no row of the table: what a library's authors published beside it stays
         head["training"] = kernels.data("gemm")["training"]
-        return {**head, "families": families, "devices": devices}
+        return {**head, **_with_others("gemm", families, devices)}
 
     def attention_data(self, date: str) -> dict[str, Any]:
         families: dict[str, Any] = {}
@@ -292,8 +292,9 @@ class Study:
             families[family] = {"split_share": 1.0, **_rounded(fitted.values), **self.stats(rows, fitted)}
             for device, factor in fitted.factors.items():
                 devices[device] = {"factor": _round(factor), "n": int(np.sum(rows.device == device))}
+        known = _with_others("attention", families, devices)["families"]
         for family in self.families:  # no row of it: of the nearest, and no device of it is fitted
-            if family not in families:
+            if family not in families and not known.get(family, {}).get("n"):
                 near = nearest_family(family, self.attention)
                 if near is None:
                     raise PinError("the data hold no attention of any listed device: nothing to inherit")
@@ -305,8 +306,19 @@ class Study:
             "families": both,
             "source": "FlashAttention-2 on H100, forward against forward and backward; the error is in-sample",
         }
-        head = {"source": _PAPERS, "date": date, "how": _HOW, "backward": backward}
-        return {**head, "families": families, "devices": devices}
+        # no row of the table: shares of older kernels stay
+        older = kernels.data("attention")["older"]
+        head = {"source": _PAPERS, "date": date, "how": _HOW, "backward": backward, "older": older}
+        return {**head, **_with_others("attention", families, devices)}
+
+
+def _with_others(kind: str, families: Mapping[str, Any], devices: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return fitted constants with those in use of families and devices of which the table has no row.
+
+    The timings of an RTX PRO 6000 (family rtx_blackwell) are aiconfigurator's, systems/data/rtx_pro_6000_server.
+    """
+    stored_ = kernels.data(kind)
+    return {"families": {**stored_["families"], **families}, "devices": {**stored_["devices"], **devices}}
 
 
 def _round(x: float) -> float:

@@ -33,6 +33,7 @@ DEVICES: dict[str, str] = {
     "NVIDIA B300 SXM": "b300-sxm-288gb",
     "gb200": "gb200-nvl72",
     "NVIDIA GB200 SXM": "gb200-nvl72",
+    "rtx_pro_6000_server": "rtx-pro-6000-server-96gb",
     "gb300": "gb300-nvl72",
     "GB300": "gb300-nvl72",
     "AMD MI300X": "mi300x-192gb",

@@ -43,7 +43,8 @@ _ALIASES: tuple[tuple[str, str], ...] = (
     (r"\bTPU[ -]?V5[ -]?LITE(POD)?\b|\bV5[ -]?LITE(POD)?\b", "TPU V5E"),
     (r"^V(\d[A-Z]?)$", r"TPU V\1"),
     (r"\bTRN2\b", "TRAINIUM2"),
-    (r"(?<!RTX )(?<!RTX-)(?<!RTX)\b4090\b", "RTX 4090"),
+    (r"(?<!RTX )(?<!RTX-)(?<!RTX)\b([345]0[89]0|A[56]000)\b", r"RTX \1"),
+    (r"(?<=RTX PRO 6000) BLACKWELL\b", ""),
 )
 
 
@@ -76,7 +77,6 @@ class Variant:
 # Devices that are others with something changed.
 _OTHERS = (
     # an A100 with NVLink cut to 400 GB/s both ways (NVIDIA A800 data sheet)
-    Variant("A800", "sxm", (80.0,), "a100-sxm4-80gb", "scaleup=200"),
     Variant("A800", "sxm", (40.0,), "a100-sxm4-40gb", "scaleup=200"),
     # Meta's: HBM2e of 96 GB and 2.4 TB/s, 500 W (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md)
     Variant("H100", "sxm", (94.0, 96.0), "h100-sxm5-80gb", "memory_gb=94,memory_gb_s=2400,power=500"),
@@ -85,8 +85,6 @@ _OTHERS = (
     Variant("H100", "sxm", (64.0,), "marenostrum5-h100-64gb", of_one_site=True),
     # a MI355X for air cooling: 1,000 W (AMD Instinct MI350X data sheet)
     Variant("MI350X", "oam", (288.0,), "mi355x-288gb", "power=1000", "a MI355X of 1,000 W"),
-    # its GPU is an H100 (NVIDIA GH200 data sheet); its memory is faster by a fifth, which is left out
-    Variant("GH200", "", (96.0,), "h100-sxm5-80gb", "memory_gb=96", "an H100 with 96 GB"),
 )
 SAME_MEMORY = 0.07  # relative: sources count GB or GiB, with or without what the driver keeps
 NEAR_MEMORY = 0.1  # up to here it is the nearest device of that name, and said

@@ -55,6 +55,28 @@ def test_catalog_figures_against_the_data_sheets() -> None:
     assert "peak_tflops_fp8_dense" in catalog.device("h100-nvl-94gb").unverified
 
 
+def test_cards_on_which_people_fine_tune() -> None:
+    """Peaks without sparsity, with float32 accumulation (half the rate on a GeForce), and the memory torch reports."""
+    peaks = {name: catalog.device(name).peak_flops / TERA for name in ("rtx3090-24gb", "rtx5090-32gb", "l4-24gb")}
+    assert peaks == {"rtx3090-24gb": 71, "rtx5090-32gb": 209.5, "l4-24gb": 121}
+    assert (catalog.device("a10-24gb").peak_flops, catalog.device("a10g-24gb").peak_flops) == (125 * TERA, 70 * TERA)
+    assert catalog.device("rtx-pro-6000-workstation-96gb").flops("float4") == 2015.2 * TERA
+    assert catalog.device("a10g-24gb").memory_bytes == 22_587 * MIB
+    assert {catalog.entry(name).scaleup.fabric for name in ("a10g", "t4", "3090", "5090")} == {"pcie_host"}
+    assert {catalog.entry(name).scaleup.fabric for name in ("a6000", "rtx-pro-6000-server")} == {"pcie"}
+    gh200 = Cluster.parse("2x4xgh200-96gb")
+    assert shape(gh200) == [("scale-up", 4), ("network", 8)] and gh200.levels[0].p2p_bytes_per_s == 150 * GB
+    assert Cluster.parse("2xgb10").num_nodes == 2  # one per box
+
+
+def test_a_precision_that_a_device_lacks_names_those_it_has() -> None:
+    """Turing has no bfloat16, Ampere no 8-bit floats."""
+    with pytest.raises(PinError, match=r"^t4-16gb has no figure for bfloat16; .*choose a precision .*: fp16, fp32$"):
+        catalog.device("t4").flops("bfloat16")
+    with pytest.raises(PinError, match=r"^a10g-24gb has no figure for float8; .*a precision .*: bf16, fp16, fp32$"):
+        catalog.device("a10g").flops("float8_block32")
+
+
 def test_a_rank_of_mi250x_is_one_die() -> None:
     entry = catalog.entry("mi250x-128gb")
     assert entry.devices_per_node == 8 and entry.device.peak_flops == 191.5 * TERA
@@ -120,7 +142,17 @@ def test_the_network_and_the_price_belong_to_the_instance() -> None:
     assert a100.price is not None and a100.price.as_of == "2026-11-09" and "AWS" in a100.price.source
     azure = Cluster.parse("4xStandard_ND96isr_H100_v5")
     assert azure.price is not None and azure.price.usd_per_device_hour == 12.29
-    assert len(catalog.instances()) == 38
+    g5 = Cluster.parse("2xg5.12xlarge")
+    assert (g5.num_devices, g5.device.name, g5.levels[-1].bytes_per_s) == (8, "a10g-24gb", 10 / 8 * GB)
+    assert g5.price is not None and g5.price.usd_per_device_hour == 1.418
+    assert len(catalog.instances()) == 78
+
+
+def test_host_memory_belongs_to_the_instance() -> None:
+    """A g5.xlarge has 16 GiB, which no optimizer of 8 B parameters fits; of other nodes it is assumed."""
+    assert Cluster.parse("1xg5.xlarge").host_memory_bytes == 16 * 2**30
+    assert Cluster.parse("1xg5.48xlarge").host_memory_bytes == 768 * 2**30 / 8
+    assert Cluster.parse("1xa10g").host_memory_bytes == Cluster.parse("1xp4d.24xlarge").host_memory_bytes == 128 * GB
 
 
 @pytest.mark.parametrize(
@@ -136,11 +168,22 @@ def test_the_network_and_the_price_belong_to_the_instance() -> None:
         ("8xmi300@price=2", "1x8xmi300x-192gb@price=2"),
         ("2xP5.48XLARGE", "2xp5.48xlarge"),
         ("2xp5en", "2xp5en.48xlarge"),
+        ("g5.xlarge", "1xg5.xlarge"),
         ("2xstandard_nd96isr", "2xStandard_ND96isr_H100_v5"),
         ("8xH100SXM", "1x8xh100-sxm5-80gb"),
         ("1x4090", "1x1xrtx4090-24gb"),
         ("8xa100-80", "1x8xa100-sxm4-80gb"),
         ("8xMI325", "1x8xmi325x-256gb"),
+        ("8xa10g", "1x8xa10g-24gb"),
+        ("1xt4", "1x1xt4-16gb"),
+        ("8xl40", "1x8xl40-48gb"),  # not an L40S
+        ("l4", "1x1xl4-24gb"),
+        ("2x3090", "1x2xrtx3090-24gb"),
+        ("RTX 3090", "1x1xrtx3090-24gb"),
+        ("4xA6000", "1x4xrtx-a6000-48gb"),
+        ("4xrtx6000ada", "1x4xrtx-6000-ada-48gb"),
+        ("8xh20", "1x8xh20-sxm-96gb"),  # not an H200
+        ("NVIDIA GeForce RTX 5090", "1x1xrtx5090-32gb"),
     ],
 )
 def test_names_as_people_write_them(text: str, same: str) -> None:
@@ -163,12 +206,14 @@ def test_every_id_means_itself() -> None:
         ("2x8xtpu-v5", "device 'tpu-v5' may be tpu-v5e or tpu-v5p; write one of them"),
         ("2x8xh100-smx5-80gb", "nearest: h100-sxm5-80gb"),
         ("12xh100", "a node of h100-sxm5-80gb usually has 8; .* for example 2x8xh100-sxm5-80gb"),
+        ("g5", r"instance 'g5' may be g5\.xlarge, g5\.2xlarge, g5\.12xlarge or g5\.48xlarge; write one of them"),
         ("2xp5", r"instance 'p5' may be p5\.4xlarge, p5\.48xlarge or p5en\.48xlarge"),
         ("2xp6-b400", "'p6-b400' is neither a device nor a cloud instance of the catalog; nearest: .*p6-b"),
-        ("8xh20", "'h20' is neither a device nor a cloud instance of the catalog; nearest: h200-sxm"),  # not an H200
-        ("l4", "cluster 'l4' is not known"),  # nor an L40S
-        ("8xl40", "nearest: l40s-48gb"),
-        ("a10", "cluster 'a10' is not known"),
+        ("8xb20", "'b20' is neither a device nor a cloud instance of the catalog; nearest: .*b200-sxm"),  # not a B200
+        ("l20", "cluster 'l20' is not known"),
+        ("8xl400", "nearest: l40"),
+        ("a1", "cluster 'a1' is not known"),
+        ("pro-6000", "may be rtx-pro-6000-workstation-96gb or rtx-pro-6000-server-96gb; write one of them"),
         ("8xmi250", "'mi250' is neither a device.*nearest: mi250x-128gb"),  # a slower one
         ("0x8xh100-sxm5-80gb", "num_nodes of at least 1"),
         ("4x8xmi355x-288gb", "names no network for it.*@nic=400$"),

@@ -50,7 +50,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     (sharded(sharding_strategy="SHARD_GRAD_OP"), {"zero_stage": 2, "zero_replicas": 1}),
     (sharded(activation_checkpointing_reentrant=True), {"reruns": "whole"}),
     ({n: v for n, v in MPT.items() if n != "fsdp_config"}, {"zero_stage": 0, "recompute": "none"}),
-    ({**MPT, "model": {"name": "hf_causal_lm"}}, {"fused_loss": "no"}),
+    ({**MPT, "model": {"name": "hf_causal_lm"}}, {"fused_loss": "torch"}),
     ({**MPT, "global_train_batch_size": 64}, {"micro_batch_size": 2}),
     ({**MPT, "model": {"name": "hf_causal_lm", "peft_config": {"r": 64, "target_modules": ["Wqkv"]}}},
      {"adapters": "lora:64:Wqkv"}),

@@ -87,6 +87,18 @@ def test_llama_factory_has_its_own_defaults(tmp_path: Path) -> None:
         read(tmp_path, "dpo.yaml", FACTORY.replace("stage: sft", "stage: dpo"))
 
 
+@pytest.mark.parametrize(("name", "text", "more", "norms"), [
+    ("sft.yaml", FACTORY, "enable_liger_kernel: true\n", True),
+    ("qlora.yml", AXOLOTL, "liger_fused_linear_cross_entropy: true\nliger_rms_norm: true\nliger_rope: true\n", True),
+    ("qlora.yml", AXOLOTL, "cut_cross_entropy: true\n", False),
+])  # fmt: skip
+def test_losses_in_one_with_the_head_are_read(name: str, text: str, more: str, norms: bool, tmp_path: Path) -> None:
+    found = read(tmp_path, name, text + more)
+    assert (found.says["fused_loss"], found.says.get("fused_norms", False), found.not_read) == ("linear", norms, ())
+    assert "fused_loss" not in read(tmp_path, name, text).says
+    assert "fused_loss" not in read(tmp_path, name, text + more.replace("true", "false")).says
+
+
 def test_axolotl_is_what_it_tells_accelerate(tmp_path: Path) -> None:
     found = read(tmp_path, "qlora.yml", AXOLOTL)
     says = found.says

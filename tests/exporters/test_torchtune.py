@@ -42,8 +42,10 @@ def test_a_recipe_is_read_with_its_defaults(tmp_path: Path) -> None:
     found = read(tmp_path)
     wanted = {"tp": 8, "dp": 4, "cp": 1, "zero_stage": 3, "micro_batch_size": 4, "global_batch_size": 32}
     wanted |= {"seq_len": 1024, "precision": "native", "recompute": "full", "mode": "compiled", "offload": ()}
+    wanted["fused_loss"] = "chunked"
     assert wanted.items() <= found.says.items() and not found.faults and "adapters" not in found.says
-    assert "logits in chunks" in found.warnings[0] and "attention stays within packed" in found.warnings[1]
+    assert "attention stays within packed" in found.warnings[0]
+    assert read(tmp_path, loss={"_component_": "torch.nn.CrossEntropyLoss"}).says["fused_loss"] == "torch"
 
 
 @pytest.mark.parametrize(("changes", "wanted"), [

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import machines
 import pytest
+import torch
 
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.precision import Precision
@@ -20,7 +21,7 @@ from autoplan.cost_models.time.blocks import BlockPricer
 from autoplan.cost_models.work import OpWork, Workload
 from autoplan.errors import PinError, ProfileError
 from autoplan.ops.saved import TensorFacts
-from autoplan.profiler import command
+from autoplan.profiler import clocks, command
 from autoplan.profiler.clocks import (
     CLOCK_QUERY,
     PROCESS_QUERY,
@@ -117,13 +118,20 @@ def test_what_a_machine_does_not_say_is_noted() -> None:
         ThisMachine().run("sh", "-c", "echo said why >&2; exit 3")
 
 
+def test_old_gpus_multiply_in_the_16_bits_that_their_matrix_units_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, dtype in ({(7, 5): torch.float16, (8, 0): torch.bfloat16, (12, 0): torch.bfloat16}).items():
+        monkeypatch.setattr(clocks, "cuda_capability", lambda device, known=capability: known)
+        assert clocks.half_dtype(torch.device("cuda")) is dtype
+
+
 def test_proposals_refuse_what_no_catalog_has() -> None:
-    assert catalog_id("Tesla V100-SXM2-32GB") == "v100-sxm2-32gb" and catalog_id("NVIDIA T4") is None
+    assert catalog_id("Tesla V100-SXM2-32GB") == "v100-sxm2-32gb" and catalog_id("NVIDIA T40") is None
+    assert catalog_id("Tesla T4") == "t4-16gb" and catalog_id("NVIDIA GeForce RTX 3090") == "rtx3090-24gb"
     found = detect(machines.L40S)
-    other = dataclasses.replace(found.devices[0], name="NVIDIA T4")
+    other = dataclasses.replace(found.devices[0], name="NVIDIA T40")
     with pytest.raises(PinError, match="several kinds"):
         cluster_data(dataclasses.replace(found, devices=(other, found.devices[1])))
-    with pytest.raises(PinError, match="'NVIDIA T4' is not in the catalog"):
+    with pytest.raises(PinError, match="'NVIDIA T40' is not in the catalog"):
         cluster_data(dataclasses.replace(found, devices=(other,)))
     sxm = tuple(dataclasses.replace(d, name="NVIDIA H100 80GB HBM3") for d in found.devices)
     _, checks = cluster_data(dataclasses.replace(found, devices=sxm, nics=()))

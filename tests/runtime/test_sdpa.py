@@ -39,6 +39,9 @@ HOPPER, AMPERE, ADA, TURING = (9, 0), (8, 0), (8, 9), (7, 5)
         ("cuda", HALF, HOPPER, (64, 64), {"grouped": True, "masked": False, "causal": "start", "square": False},
          "repeated"),
         ("cuda", HALF, HOPPER, (64, 64), {"grouped": True, "masked": False, "square": False}, "torch"),
+        # nor does a GPU before Ampere have it
+        ("cuda", torch.float16, TURING, (128, 128), {"grouped": True, "masked": False, "causal": "start"}, "repeated"),
+        ("cuda", torch.float16, TURING, (128, 128), {"grouped": False, "masked": False, "causal": "start"}, "torch"),
         # no fused kernel takes 64 bits
         ("cuda", DOUBLE, HOPPER, (64, 64), {"grouped": True, "masked": True}, "torch"),
         # windows, and causal masks that end with the keys
