@@ -43,7 +43,7 @@ from autoplan.plans.differences import warn_of_changes
 from autoplan.plans.folder import check_model, read_program, write_program
 from autoplan.plans.record import Plan
 from autoplan.pretrained.export import Exporter
-from autoplan.pretrained.weights import Init, is_empty, values_of
+from autoplan.pretrained.weights import Init, check_init, is_empty, values_of
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
 from autoplan.runtime.agree import AgreedValueError, agree, agreed, different, fingerprint, first_difference
@@ -184,6 +184,7 @@ def parallelize(
         example_inputs = examples(model, example_inputs)
         check_arguments(model, example_inputs, loss_fn)
     _check_optimizer(optimizer)
+    check_init(model, weights, init, seed)
     if param_groups is not None and optimizer is None:
         raise PinError("param_groups needs optimizer=, a function from parameter groups to an optimizer")
     forget_stale_warning(model)

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from autoplan.config.choices import OPTIONS, PINS
 from autoplan.config.planning import OF_EVERY_COMMAND, SCREEN_LIMIT_S, SearchSettings
+from autoplan.names import target_names
 from autoplan.report.flags import (
     CHOSEN,
     OF_THE_RUN,
@@ -205,8 +206,7 @@ def export(
         str,
         typer.Option(
             "--to",
-            help="NAME or NAME@VERSION (a month YY.MM or a release): megatron-lm, megatron-bridge, torchtitan, "
-            "deepspeed, accelerate, transformers, lightning, nanotron, maxtext or automodel.",
+            help=f"NAME or NAME@VERSION (a month YY.MM or a release) of a framework: {', '.join(target_names())}.",
         ),
     ],
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
@@ -316,7 +316,7 @@ def whatif(
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
-    """Return the exit code of a sweep: 0 if any point has a plan."""
+    """Stop with the exit code of a sweep, unless a point has a plan."""
     if outcome == "interrupted":
         raise _stop(f"interrupted after {len(found)} of {count} points", EXIT_INTERRUPTED)
     if outcome == "infeasible":
@@ -441,15 +441,15 @@ def launch(
     ],
     script: Annotated[str, typer.Option(help="The training script and its arguments.")] = "train.py",
     name: Annotated[str, typer.Option(help="Name of the job.")] = "autoplan",
-    image: Annotated[str, typer.Option(help="Image of the containers; default: PyTorch's.")] = "",
+    image: Annotated[str | None, typer.Option(help="Image for trainjob and jobset; default: PyTorch's.")] = None,
     max_restarts: Annotated[int, typer.Option(help="How often the job starts again after a failure.")] = 3,
     min_nodes: Annotated[int | None, typer.Option(help="Least number of nodes (slurm, ray); default: all.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
 ) -> None:
     """Write the job of a plan for a cluster's scheduler. It says nodes, devices, where they meet, and restarts."""
-    from autoplan.report.launch import IMAGE, launch_command
+    from autoplan.report.launch import launch_command
 
-    settings = {"script": script, "name": name, "image": image or IMAGE, "max_restarts": max_restarts}
+    settings = {"script": script, "name": name, "image": image, "max_restarts": max_restarts}
     launch_command(plan, to, out, min_nodes=min_nodes, **settings)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from importlib import resources
 
 MTP = "mtp"  # what `@` adds to a model: layers that predict the tokens after the next
 
@@ -23,6 +24,12 @@ def mtp_model(model: str, num_layers: int) -> str:
 def base_model(model: str) -> str:
     """Return the name of a model without what `@` adds to it."""
     return model.partition("@")[0]
+
+
+def target_names() -> tuple[str, ...]:
+    """Return the names of the frameworks that plans are exported to: the files of profiles/targets."""
+    folder = resources.files("autoplan.profiles").joinpath("targets")
+    return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir()))
 
 
 def plain_name(text: str) -> str:

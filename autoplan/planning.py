@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from autoplan.captured import captured, model_facts
 from autoplan.codegen.program import Layouts, Program, compile_program
+from autoplan.config.adapters import read_adapters
 from autoplan.config.choices import option_data
 from autoplan.config.kernels import ASYNC_TP, AUTO, COMPILE
 from autoplan.config.keys import check_count
 from autoplan.config.numbers import without_numpy
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.pins import Pins
-from autoplan.config.planning import SearchWords, tolerances_of
+from autoplan.config.planning import SearchWords, check_search_words, tolerances_of
 from autoplan.config.settings import check_setting
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
@@ -32,6 +33,7 @@ from autoplan.plans.document import graph_of_text, plain
 from autoplan.plans.folder import buffer_texts, write_program
 from autoplan.plans.layouts import check_executed, layouts_of, solved_again
 from autoplan.plans.record import Plan, searched_plan
+from autoplan.program.adapters import with_adapters
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
 from autoplan.runtime.spec import ProgramSpec
@@ -81,6 +83,8 @@ def plan(
         compile: True: blocks run through torch.compile; False: no; 'auto': on CUDA, if that has the lower price.
         async_tp: as `parallelize` takes it.
         top: how many plans are searched; the others are in the text of the plan (`alternatives`) and its figures.
+        **search: settings of the search: time_limit_s, memory_risk, equal_within, gap, cache
+            (`autoplan.config.planning.SearchSettings`).
 
     Returns:
         The plan, one that autoplan's own runtime executes.
@@ -94,6 +98,7 @@ def plan(
         >>> plan.config.dp * plan.config.tp, plan.num_devices
         (2, 2)
     """
+    check_search_words(search, "plan")
     seq_len, target_len, top = without_numpy((seq_len, target_len, top))
     where = Cluster.of(cluster)
     check_count("top", top)
@@ -409,13 +414,15 @@ def graph_of_plan(plan: Plan) -> ModelGraph | None:
     """Return the graph that a plan was made for; None if its model cannot be found here under its name."""
     from autoplan.catalog import load_model
 
-    text, name = plan.document.get("graph"), plan.document.get("asked", {}).get("model")
+    asked = plan.document.get("asked", {})
+    text, name, adapters = plan.document.get("graph"), asked.get("model"), asked.get("adapters")
     if text is not None:
         return graph_of_text(text, plan.graph_hash, f"the plan of {plan.model}")
     if name is None:
         return None
     try:
         graph = load_model(name)
+        graph = graph if adapters is None else with_adapters(graph, read_adapters(adapters))
     except (CaptureError, AutoplanError):
         return None
     return graph if graph.content_hash == plan.graph_hash else None

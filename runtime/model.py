@@ -454,7 +454,7 @@ class ParallelModel(StateMethods):
         return total.result(losses)
 
     def _changed(self) -> str | None:
-        return None if self.given is None else self.given.changed()
+        return self._state.trained_otherwise() or (None if self.given is None else self.given.changed())
 
     def _in_mesh(self) -> AbstractContextManager[AxisMesh]:
         return use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else (), only_checked=True)

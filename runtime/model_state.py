@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.offload import HostShards
 from autoplan.runtime.params import buffer_owner, local_of, shard_param, unshard
-from autoplan.runtime.shards import Shards
+from autoplan.runtime.shards import Shards, trained_as_captured
 from autoplan.runtime.spec import BufferSpec, ParamSpec, ProgramSpec
 from autoplan.runtime.state import IncompatibleKeys, check_state, gather_updated_buffers, like
 from autoplan.runtime.whole import CPU, broadcast_whole, of_shards, own_shard
@@ -96,6 +96,16 @@ class ModelState:
         """Yield each parameter object of this rank once, with the spec of its first use."""
         for p, block in self._owners:
             yield p, block._parameters[p.attr]  # type: ignore[misc]  # None only for absent ones
+
+    def trained_otherwise(self) -> str | None:
+        """Return the error for a parameter of the program that is frozen, or trained again, since it was made, or None.
+
+        No collective sums the gradient of one that was frozen.
+        """
+        for p, parameter in self.places():
+            if self.held(parameter).requires_grad is not p.trainable:
+                return trained_as_captured(p.name, p.trainable)
+        return None
 
     def pending(self) -> list[tuple[nn.Parameter, ParamSpec]]:
         """Return the parameters whose gradients are still parts of sums over ranks after the backward."""

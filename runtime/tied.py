@@ -19,10 +19,15 @@ RECORDED = f"{OTHER_GROUP}{private.OWN}{_GROUP}"  # as `record_collectives` name
 
 
 def share_tied(stage: nn.Module, spec: StageSpec, tied: Iterable[TiedSpec]) -> None:
-    """Use one tensor for the uses of a tied parameter that see it alike. Under ZeRO each block gathers its own copy."""
+    """Use one tensor for the uses of a parameter that see it alike, tied or frozen. Under ZeRO each block gathers its
+    own copy."""
     specs = {(p.block, p.attr): p for p in spec.params}
-    for each in tied:
-        mine = [(place.block, place.attr) for place in each.places if place.stage == spec.index]
+    several = [[(place.block, place.attr) for place in each.places if place.stage == spec.index] for each in tied]
+    frozen: dict[str, list[tuple[str, str]]] = {}
+    for p in spec.params:
+        if not p.trainable:  # it has no gradients to sum, and is in no TiedSpec
+            frozen.setdefault(p.name, []).append((p.block, p.attr))
+    for mine in (*several, *frozen.values()):
         for block, attr in mine[1:]:
             if specs[block, attr].used_as == specs[mine[0]].used_as:
                 first = stage.get_submodule(f"blocks.{mine[0][0]}").get_parameter(mine[0][1])

@@ -7,7 +7,7 @@ import functools
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import models
@@ -47,9 +47,13 @@ def loss_alone(model: nn.Module, family: str, batch: Batch) -> torch.Tensor:
     return loss
 
 
-def program(family: str, pins: Mapping[str, Any], **settings: Any) -> tuple[nn.Module, ParallelModel]:
-    """The module and its program."""
+def program(
+    family: str, pins: Mapping[str, Any], frozen: Collection[str] = (), **settings: Any
+) -> tuple[nn.Module, ParallelModel]:
+    """The module, with these parameters frozen, and its program."""
     model = make(family)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     dp = pins.get("dp", 1)
     pm = autoplan.parallelize(
         model,

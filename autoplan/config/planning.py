@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeGuard
 
 from autoplan.config.choice import Written, choice, choices_of
+from autoplan.config.keys import check_names
 from autoplan.errors import PinError
 
 HIGH_END_RISK = 0.05  # intervals are read as 90 %: one need in twenty is above the high end
@@ -160,6 +162,11 @@ SEARCH_SETTINGS = choices_of(SearchSettings)
 OF_EVERY_COMMAND = tuple(record for record in SEARCH_SETTINGS if record.name != "time_limit_s")
 # Those that decide which plan is found, whatever the time: what the file of a plan keeps
 TOLERANCES = tuple(record for record in SEARCH_SETTINGS if record.reported)
+
+
+def check_search_words(given: Mapping[str, Any], caller: str) -> None:
+    """Raise PinError for a keyword argument of a function that searches which is no setting of a search."""
+    check_names(given, (record.name for record in SEARCH_SETTINGS), f"{caller}()", "argument")
 
 
 def tolerances_of(settings: SearchSettings) -> dict[str, Any]:

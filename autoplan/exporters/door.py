@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.config.choices import OPTIONS, PINS, options_of, plain_option
+from autoplan.config.keys import check_names
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
@@ -105,7 +106,8 @@ def read_config(
         given: choices that the file does not say, for example micro_batch_size.
         lenient: True: a value that a field refuses is one of the `faults`, and its choices are not in `says`.
 
-    Raises: PinError if the file cannot be read, is of no known target, or has a value that a field refuses.
+    Raises: PinError if the file cannot be read, is of no known target, or has a value that a field refuses; for an
+        unknown name in `given`.
 
     Example:
         >>> from autoplan import read_config
@@ -114,6 +116,7 @@ def read_config(
         >>> read_config("zero.json", "deepspeed").says["zero_stage"]
         3
     """
+    check_names(given or (), (*SETUP_NAMES, "adapters"), "given", "choice")
     name = str(path)
     file = name.rpartition(":")[0] if ".py:" in name else name
     try:

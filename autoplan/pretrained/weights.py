@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 
 from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.capture.frontend.huggingface import is_hf_model
-from autoplan.errors import CaptureError
+from autoplan.errors import CaptureError, PinError
 from autoplan.pretrained.own_values import Init as Init
 from autoplan.pretrained.own_values import OwnValues
 from autoplan.runtime.tensor_files import TensorFile, TensorFileError, stored_names
@@ -156,6 +157,17 @@ def _paths(folder: Path) -> list[Path]:
 def is_empty(model: nn.Module) -> bool:
     """Return True if a parameter or buffer is on the meta device."""
     return any(t.is_meta for _, t in (*model.named_parameters(), *all_buffers(model)))
+
+
+def check_init(model: nn.Module, weights: object, init: object, seed: object) -> None:
+    """Raise PinError for a seed that is none, or an initialisation of a model that has its values."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**63:
+        raise PinError(f"seed={seed!r} must be a whole number of 64 bits")
+    if init is not None and weights is None and not is_empty(model):
+        raise PinError(
+            "init= gives values to a model on the meta device, and all tensors of this one have theirs; leave init= "
+            "out, or make the model under torch.device('meta')"
+        )
 
 
 def values_of(

@@ -138,6 +138,9 @@ def check_command(
         out: file for the better plan.
         how: settings of the search.
     """
+    for flag, value in (("--out", out), ("--pin", " ".join(pins))):
+        if value and seconds is None:
+            raise PinError(f"{flag} {value} is of the better plan, which --no-better leaves out: give one of them")
     run = read_run(task)
     if out is not None:
         check_writable(out)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from autoplan.config.choices import choice_words
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.planning import DEFAULT_RISK, TOLERANCES
-from autoplan.program.facts import layer_calls
+from autoplan.program.facts import latent_attention, layer_calls
 from autoplan.search.request import PlanRequest
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask
 
@@ -35,11 +35,13 @@ def settings(request: PlanRequest, searched: bool = True) -> list[str]:
         searched: names the stack, which limits a search; a price needs only its settings.
     """
     like = request.facts.like
-    words = ["--like", like.name] if like is not None and searched else []
-    words += _given("--precision", request.precision, "" if like is not None and searched else "bf16")
-    words += _given("--mode", str(request.mode), "" if like is not None and searched else "eager")
-    against = None if like is None or not searched else like.defaults(request.cluster.device.name)
-    words += choice_words(request.options, against=against)
+    if like is None or not searched:
+        words = _given("--precision", request.precision, "bf16") + _given("--mode", str(request.mode), "eager")
+        words += choice_words(request.options)
+    else:
+        precision = like.precision_word(request.precision, latent_attention(request.graph))
+        words = ["--like", like.name, "--precision", precision, "--mode", str(request.mode)]
+        words += choice_words(request.options, against=like.defaults(request.cluster.device.name))
     words += _given("--adapters", request.adapters)
     if request.profile is not None:
         words += ["--profile", request.profile_file or request.profile.name]

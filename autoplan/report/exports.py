@@ -17,6 +17,7 @@ from typing import Any
 import typer
 
 from autoplan.config.parallel import ParallelConfig
+from autoplan.errors import PinError
 from autoplan.exporters.door import Export, export_setup
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.targets import target_of
@@ -38,12 +39,14 @@ def export_plan(
     Args:
         plan: a plan file (what `autoplan plan --json` or `estimate --json` printed), what `autoplan.plan` returned, or
             the request of a plan, which then is `config`.
-        to: NAME or NAME@VERSION of a target: megatron-lm, megatron-bridge, torchtitan, deepspeed, accelerate,
-            transformers, lightning, nanotron, maxtext, automodel. A version is a month YY.MM, or a release.
+        to: NAME or NAME@VERSION of a target (`autoplan.exporters.targets.TARGETS`). A version is a month YY.MM, or a
+            release.
+        config: of a plan file, taken in place of its own.
         file: the name of the file in the launch command.
 
     Raises:
-        PinError: names the degree that the target cannot say. What else it cannot say is in `Export.not_said`.
+        PinError: a request without a configuration; a degree that the target cannot say. What else it cannot say is in
+            `Export.not_said`.
 
     Example:
         >>> from autoplan import Cluster, ParallelConfig, PlanRequest, export_plan, load_model
@@ -53,7 +56,9 @@ def export_plan(
         True
     """
     if isinstance(plan, PlanRequest):
-        return export_setup(Setup.of(plan, config or ParallelConfig()), to, file)
+        if config is None:
+            raise PinError("a request is exported with a configuration: give config=, for example that of search_plan")
+        return export_setup(Setup.of(plan, config), to, file)
     if isinstance(plan, Plan):
         plan = PlanFile(written_of(plan.to_data(), Path(plan.model)))
     known = plan if isinstance(plan, PlanFile) else read_plan_file(Path(plan))

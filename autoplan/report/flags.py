@@ -352,6 +352,8 @@ def _completed(values: dict[str, Any], typed: set[str]) -> tuple[dict[str, Any],
         from autoplan.report.config_file import written_config
 
         written = written_config(values, typed)
+    elif values.get("format") is not None:
+        raise PinError(f"--format {values['format']} is of the file of --from, which is missing")
     if written is None:
         return values, None
     out = {

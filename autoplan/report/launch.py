@@ -49,7 +49,7 @@ def launch_text(
     *,
     script: str = "train.py",
     name: str = "autoplan",
-    image: str = IMAGE,
+    image: str | None = None,
     max_restarts: int = 3,
     min_nodes: int | None = None,
 ) -> str:
@@ -60,14 +60,15 @@ def launch_text(
         to: slurm, trainjob (Kubeflow Trainer), jobset, ray (Ray Train) or skypilot.
         script: the training script and its arguments, as on a command line.
         name: of the job, as Kubernetes takes names.
-        image: of the containers.
+        image: of the containers of trainjob and jobset; None: PyTorch's (IMAGE).
         max_restarts: how often the job starts again after a failure.
         min_nodes: the least number of nodes that the job runs on, for slurm and ray; None: those of the plan. On fewer
             nodes than those the script has to plan for itself (`parallelize(model, "local")`).
 
     Raises:
         PinError: an unknown scheduler, a name that Kubernetes refuses, no script, a negative number of restarts, a
-            range of nodes that is none or that the scheduler has no field for, or a plan file that is none.
+            range of nodes that is none or that the scheduler has no field for, an image for a job without
+            containers, or a plan file that is none.
     """
     if to not in TEMPLATES:
         raise PinError(f"no launch file for {to!r}; there are {', '.join(TEMPLATES)}")
@@ -75,6 +76,9 @@ def launch_text(
         raise PinError(
             f"--name {name!r} must have at most 40 lower-case letters, digits and hyphens, and begin with a letter"
         )
+    template = (resources.files("autoplan.profiles") / "launch" / f"{TEMPLATES[to]}.j2").read_text()
+    if image is not None and "{{ image }}" not in template:
+        raise PinError(f"--image {image}: {to} starts the job in an environment that is there; leave it out")
     words = shlex.split(script)
     if not words:
         raise PinError("--script is empty; give the training script, such as train.py")
@@ -82,8 +86,8 @@ def launch_text(
         raise PinError(f"--max-restarts {max_restarts} must be at least 0")
     cluster = read_plan_file(_plan_file(plan)).request.cluster
     least = _least_nodes(to, min_nodes, cluster.num_nodes)
-    given = {"name": name, "image": image, "max_restarts": max_restarts, "least": least}
-    return _rendered(to, cluster, words, given)
+    given = {"name": name, "image": image or IMAGE, "max_restarts": max_restarts, "least": least}
+    return _rendered(template, cluster, words, given)
 
 
 def _least_nodes(to: str, min_nodes: int | None, nodes: int) -> int:
@@ -110,7 +114,7 @@ def _plan_file(plan: Path) -> Path:
     return plan / "plan.json" if plan.is_dir() else plan
 
 
-def _rendered(to: str, cluster: Cluster, words: list[str], given: Mapping[str, Any]) -> str:
+def _rendered(template: str, cluster: Cluster, words: list[str], given: Mapping[str, Any]) -> str:
     import jinja2
 
     environment = jinja2.Environment(
@@ -134,8 +138,7 @@ def _rendered(to: str, cluster: Cluster, words: list[str], given: Mapping[str, A
         "script": shlex.join(words),
         "command": list(map(str, run)),
     }
-    text = (resources.files("autoplan.profiles") / "launch" / f"{TEMPLATES[to]}.j2").read_text()
-    return environment.from_string(text).render(values)
+    return environment.from_string(template).render(values)
 
 
 # What the device plugin of a vendor calls a device: https://github.com/NVIDIA/k8s-device-plugin,

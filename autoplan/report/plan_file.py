@@ -1,6 +1,6 @@
 """Plan files: what `autoplan plan --json` and `autoplan estimate --json` print, read back.
 
-    plan_file = read_plan_file(Path("plan.json"))
+    plan_file = read_plan_file("plan.json")
     plan_file.request, plan_file.config       # the same request, and the configuration of its plan
     estimate_config(plan_file.request, plan_file.config)      # the price of the file, to the last digit
 
@@ -51,6 +51,6 @@ class PlanFile:
         return differences(self.written, self.request)
 
 
-def read_plan_file(path: Path) -> PlanFile:
+def read_plan_file(path: Path | str) -> PlanFile:
     """Return the plan file at a path. Raises: PinError that says what is wrong with it."""
-    return PlanFile(read_written(path))
+    return PlanFile(read_written(Path(path)))

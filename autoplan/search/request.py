@@ -67,7 +67,8 @@ class PlanRequest(SearchSettings):
             from its default overrides the stack; a `Like` knows what was given, and decides all three.
         adapters: the adapters that `graph` has (`autoplan.program.adapters`), for reports.
         profile_file: name or file that the profile was read from, for reports.
-        top: number of plans to return, best first, each with other degrees.
+        top: number of plans to return, best first. Any two differ in a degree, the ZeRO stage, the micro-batch or the
+            schedule.
         by_kind: True: these plans differ in kind, too (`autoplan.search.simplicity.kind_of`): each is the best that
             uses just these kinds of parallelism.
         patient: False: a search without a plan at its time limit ends there, and if nothing fits, it looks for no
@@ -117,6 +118,12 @@ class PlanRequest(SearchSettings):
         check_measured_on(self.profile, self.cluster, f"the cluster {self.cluster}")
         object.__setattr__(self, "mode", read_mode(self.mode))
         object.__setattr__(self, "options", options_of(self.options))
+        if self.adapters is not None and all(p.trainable for p in self.graph.params.values()):
+            raise PinError(
+                f"adapters={self.adapters!r} says which adapters the graph has, but all of its parameters are trained; "
+                "add them: graph=autoplan.program.adapters.with_adapters(graph, "
+                f"autoplan.config.adapters.read_adapters({self.adapters!r}))"
+            )
         if self.like is not None:
             self._settle(self.like)
         try:

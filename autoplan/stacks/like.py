@@ -94,6 +94,11 @@ class Like:
         given, base = str(self.given.get("precision") or _PLAIN), self._base
         return self.stack.in_16_bits(base, latent, self.year) if given == base else given.replace(GRADIENTS_32, "")
 
+    def precision_word(self, precision: str, latent: bool) -> str:
+        """Return what has to be given beside the stack to get a precision: with a suffix if the stack has less bits."""
+        alone = replace(self, given={"precision": precision}).precision(latent)
+        return precision if alone == precision else precision + GRADIENTS_32
+
     def on(self, device: str, model: str) -> Like:
         """Return a copy for a device of the catalog and a model."""
         return replace(self, device=device, model=model)

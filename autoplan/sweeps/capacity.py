@@ -26,6 +26,7 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names. `models` to 
     memory_risk: 0.05                           # accepted probability that a plan runs out of memory
     equal_within: 0.02                          # plans this close to the fastest are equal, the simplest is taken
     gap: 0.01                                   # share of a step that a search may leave unproved
+    cache: false                                # solved layouts are not kept for later searches
 
 Paths in a file are relative to its folder. Rows that do not fit or are illegal stay, with the reason.
 """
@@ -401,7 +402,7 @@ def capacity(
         runnable: True: only plans that autoplan's own runtime can execute.
         adapters: Low-rank products that are trained beside frozen weights, `lora:16` (`autoplan.config.adapters`).
         target_len: Tokens per target sequence of encoder-decoders; None: as seq_len.
-        **search: Settings of every search: time_limit_s, memory_risk, equal_within, gap
+        **search: Settings of every search: time_limit_s, memory_risk, equal_within, gap, cache
             (`autoplan.config.planning.SearchSettings`).
 
     Returns: model, cluster, tokens, seq_len, global_batch_size, precision, mode, then the columns of

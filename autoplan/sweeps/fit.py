@@ -88,7 +88,7 @@ def fit(
 
     Args:
         ways: False: only yes or no.
-        seconds: time limit of one search.
+        seconds: time limit of one search; of the first that of the request, if it is longer.
         told: called before each search.
 
     Raises: PinError if the task is illegal.

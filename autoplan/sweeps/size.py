@@ -221,7 +221,8 @@ def size(
     tokens, deadline_days, budget_usd = without_numpy((tokens, deadline_days, budget_usd))
     check_tokens(tokens)
     for name, value in (("deadline_days", deadline_days), ("budget_usd", budget_usd)):
-        if value is not None and not 0 < value < math.inf:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < math.inf):
             raise PinError(f"{name}={value!r} must be a number above 0")
     run = RunTask(tokens, Assumptions.of(assumptions))
     made = [(k if isinstance(k, str) else str(k), nodes_of(k) if isinstance(k, str) else k) for k in kinds]

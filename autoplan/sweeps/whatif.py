@@ -22,7 +22,7 @@ from autoplan.config.choices import CHOICES, PINS, options_of, read_mode
 from autoplan.config.keys import check_names
 from autoplan.config.numbers import Range, scaled, without_numpy
 from autoplan.config.parallel import Mode, RunOptions
-from autoplan.config.planning import SearchWords
+from autoplan.config.planning import SearchWords, check_search_words
 from autoplan.config.precision import precision_of
 from autoplan.config.settings import TASK_SETTINGS
 from autoplan.cost_models.constants import Constants
@@ -464,7 +464,7 @@ def whatif(
             from their defaults.
         adapters: Low-rank products that are trained beside frozen weights, `lora:16` (`autoplan.config.adapters`).
         runnable: True: only plans that autoplan's own runtime can execute.
-        **search: Settings of the search of every point: time_limit_s, memory_risk, equal_within, gap
+        **search: Settings of the search of every point: time_limit_s, memory_risk, equal_within, gap, cache
             (`autoplan.config.planning.SearchSettings`).
 
     Returns: Columns: the varied names; status, reason, search_status (`complete`, or why the search stopped), gap (as
@@ -487,6 +487,7 @@ def whatif(
 
     from autoplan.catalog import load_model
 
+    check_search_words(search, "whatif")
     tokens = without_numpy(tokens)
     check_tokens(tokens)
     run = RunTask(tokens, Assumptions.of(assumptions))

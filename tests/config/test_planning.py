@@ -25,8 +25,11 @@ def test_python_takes_them_all(door: Callable[..., Any]) -> None:
 
 
 def test_a_wrong_keyword_is_named() -> None:
-    with pytest.raises(TypeError, match="time_limit"):
-        autoplan.whatif("gpt2", "1x4xh100", 1024, 16, vary={"nodes": [1]}, time_limit=3)
+    """Also one of a PlanRequest, which `plan` decides by itself."""
+    with pytest.raises(PinError, match=r"whatif\(\): unknown argument 'time_limit'; did you mean 'time_limit_s'\?"):
+        autoplan.whatif("gpt2", "1x4xh100", 1024, 16, vary={"nodes": [1]}, time_limit=3)  # type: ignore[call-arg]
+    with pytest.raises(PinError, match=r"plan\(\): unknown argument 'like'; known: time_limit_s, memory_risk"):
+        autoplan.plan("gpt2", "1x4xh100", seq_len=1024, global_batch_size=16, like="torchtitan")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,8 @@ def test_a_better_plan_is_one_that_the_target_can_say(tmp_path: Path) -> None:
         ("distributed_type: FSDP\n", TASK[:1], "--cluster is missing"),
         ("distributed_type: FSDP\n", ("lama", *TASK[1:], *RUN), "lama"),
         ("distributed_type: FSDP\n", (*TASK, *RUN, "--pin", "tpp=2"), "tpp"),
+        ("distributed_type: FSDP\n", (*TASK, *RUN, "--no-better", "--pin", "tp=2"), "which --no-better leaves out"),
+        ("distributed_type: FSDP\n", (*TASK, *RUN, "--no-better", "--out", "p.json"), "which --no-better leaves out"),
     ],
 )
 def test_bad_input_is_not_an_illegal_file(text: str, words: tuple[str, ...], message: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from command_line import one_line_error, run
 
 import autoplan
+from autoplan.errors import PinError
 from autoplan.exporters.targets import TARGETS
 
 CLUSTER = "2x8xh100-sxm5-80gb"
@@ -120,6 +121,26 @@ def test_the_door_exports_and_reads(tmp_path: Path) -> None:
         n: first["plan"][n] for n in ("tp", "dp", "zero_stage", "zero_replicas")
     }
     assert (read.target, read.version, read.faults) == ("torchtitan", "26.08", ())
+
+
+def test_the_door_names_what_is_missing_or_unknown(tmp_path: Path) -> None:
+    request = autoplan.PlanRequest(autoplan.load_model("gpt2"), autoplan.Cluster.parse("1xh100"), 1024, 16)
+    with pytest.raises(PinError, match="give config="):
+        autoplan.export_plan(request, "torchtitan")
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
+    with pytest.raises(PinError, match=r"given: unknown choice 'tpp'; did you mean 'tp'\?"):
+        autoplan.read_config(file, given={"tpp": 2})
+
+
+def test_help_lists_all_targets() -> None:
+    listed = " ".join(run("export", "--help").stdout.split())
+    assert f"of a framework: {', '.join(sorted(TARGETS))}." in listed.replace("- ", "-")
+
+
+def test_a_format_needs_a_file() -> None:
+    said = one_line_error(run("estimate", *TASK, "--format", "torchtitan"), 2)
+    assert "--format torchtitan is of the file of --from, which is missing" in said
 
 
 @pytest.mark.parametrize(

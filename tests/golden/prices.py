@@ -13,7 +13,7 @@ models, modes and dimensions are on the list as a check of this), then `--write`
 with the correction and with the figures of experiments/**/README.md that follow from it. Never refreeze to make a test
 pass whose difference has no explanation.
 
-`make quick` asks every 40th estimate again, `make test` every 23rd, `make test-all` every fifth,
+`make quick` asks every 40th estimate again, `make test` every 23rd, `make test-all` every ninth,
 `make exhaustive` all of them, plans included.
 
 Frozen are the models of MODELS (later ones of the catalog are other sizes of their classes) under the configurations of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import subprocess
 import sys
@@ -28,6 +30,16 @@ def test_of_the_slow_cases_some_are_drawn_and_one_at_least() -> None:
     left = durations.too_many_slow([*seconds, "d[1]", "d[2]"], seconds)
     assert len(left) == 6 and all(test.startswith("a[") for test in left)
     assert left == durations.too_many_slow(reversed(seconds), seconds)
+
+
+def test_the_page_says_the_limits() -> None:
+    """And how many prices are frozen."""
+    root = durations.FILE.parents[1]
+    page = " ".join((root / "docs/tests.md").read_text().split())
+    frozen = json.loads(gzip.decompress((root / "tests/golden/prices.json.gz").read_bytes()))
+    assert f"above {durations.LEAST_S} s" in page and f"up to {durations.A_TEST_S} seconds in all" in page
+    assert f"at most {durations.LONGEST_S:g} (" in page and f"keeps {durations.ALL_S:g} seconds" in page
+    assert f"the answers of {len(frozen):,} `estimate`" in page
 
 
 def test_durations_are_read_from_what_pytest_prints(tmp_path: Path) -> None:

@@ -119,6 +119,26 @@ def test_the_index_has_every_section() -> None:
     assert sorted(re.findall(r"^\| \[[^]]*\]\(([^)]*)\)", INDEX.read_text(), flags=re.MULTILINE)) == sorted(there)
 
 
+_GENERATED = {
+    "hf_classes": r"Equal: (\d+) of the (\d+) classes",
+    "model_zoo": r"Equal: (\d+) of (\d+) families",
+    "package_classes": r"Equal: (\d+) of the (\d+) models",
+    "checkpoints_matrix": r"\*\*(\d+) of (\d+)\*\* pairs",
+    "faults": r"(\d+) survivors: (\d+) named",
+    "restarts": r"(\d+) of (\d+) jobs run",
+}
+
+
+@pytest.mark.parametrize("page", _GENERATED)
+def test_the_index_has_the_figures_of_a_generated_page(page: str) -> None:
+    """A run writes its page by itself; the index, which people write, follows. So does README, where it has them."""
+    (one, other), *_ = re.findall(_GENERATED[page], (ROOT / "docs" / f"{page}.md").read_text())
+    figures = re.compile(rf"\b{one} of (?:the )?{other}\b")
+    assert figures.search(INDEX.read_text()), (page, one, other)
+    if page in ("hf_classes", "model_zoo"):
+        assert figures.search(" ".join((ROOT / "README.md").read_text().split())), (page, one, other)
+
+
 def test_what_does_not_exist_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(OF_PYTHON) >= 40 and len(OF_AUTOPLAN) >= 4
     assert commands("x\n    python -m a.b [--c D|E] \\\n        --f  # g\nand `autoplan plan\nM`") == [

@@ -36,12 +36,15 @@ def test_every_file_of_the_table_exists() -> None:
             assert (ROOT / path).exists() or (folder / path).exists(), (path, row)
 
 
-_SPAN, _NAME = re.compile(r"`[^`\n]+`"), re.compile(r"(?<![\w.])(?:_[A-Za-z]\w+|[A-Z][A-Z_]{3,}[A-Z])(?!\w)")
+_SPAN, _NAME = (
+    re.compile(r"`[^`\n]+`"),
+    re.compile(r"(?<![\w.])(?:_[A-Za-z]\w+|[A-Z][A-Z_]{3,}[A-Z]|[a-z]+(?:_[a-z0-9]+)+)(?!\w|\.py)"),
+)
 
 
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "docs/how_to_add.md"])
 def test_every_name_of_a_page_exists(page: str) -> None:
-    """Private names and constants, outside of blocks of code."""
+    """Constants, private names and those of several words, outside of blocks of code."""
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
     named = {name for span in _SPAN.findall(text) for name in _NAME.findall(span)}
     code = "\n".join(path.read_text() for path in files_of((*PRODUCT, "tests", "experiments")))

@@ -229,6 +229,13 @@ def test_adapters_that_are_wrong(text: str, message: str) -> None:
         with_adapters(graph_of("llama"), read_adapters(text))
 
 
+def test_a_request_names_only_adapters_that_its_graph_has() -> None:
+    added = with_adapters(graph_of("llama"), read_adapters("lora:16"))
+    assert PlanRequest(added, CLUSTER, 128, 8, adapters="lora:16").adapters == "lora:16"
+    with pytest.raises(PinError, match=r"all of its parameters are trained; add them: graph=.*with_adapters"):
+        PlanRequest(graph_of("llama"), CLUSTER, 128, 8, adapters="lora:16")
+
+
 def test_adapters_are_written_as_they_are_read() -> None:
     for text in ("lora:16", "qlora:8:all-linear", "lora:4:q_proj,v_proj"):
         assert str(read_adapters(text)) == text

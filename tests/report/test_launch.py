@@ -164,6 +164,11 @@ YAML = {"trainjob": trainjob, "jobset": jobset, "skypilot": skypilot}
         ("ray", {"min_nodes": 0}, "--min-nodes 0: the plan has 2 nodes"),
         ("trainjob", {"min_nodes": 1}, "numNodes of a TrainJob is one number; slurm and ray take a range of nodes"),
         ("jobset", {"min_nodes": 1}, "a JobSet has as many pods as its parallelism says"),
+        (
+            "slurm",
+            {"image": "mine"},
+            "--image mine: slurm starts the job in an environment that is there; leave",
+        ),
         ("skypilot", {"min_nodes": 1}, "num_nodes of a SkyPilot task is one number"),
     ],
 )

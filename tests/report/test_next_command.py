@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -222,3 +223,14 @@ def test_what_goes_on_keeps_the_whole_run() -> None:
 def test_a_sweep_that_is_proposed_keeps_to_what_runs() -> None:
     request = asked("gpt2", ONE, 1024, 64, executed=True)
     assert "--runnable" in commands.whatif_command("gpt2", ONE, request, "nodes=1,2")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-grad32", "bf16-grad16", "fp8", "fp8-grad32"])
+@pytest.mark.parametrize("like", ["megatron-bridge", "torchtitan", "megatron-lm"])
+def test_the_task_of_a_stack_is_proposed_with_its_precision(like: str, precision: str) -> None:
+    """Gradients in 32 bits where the stack has 16: without the suffix the command was about other gradients."""
+    request = asked("llama-3.2-1b", ONE, 4096, 64, like=like, precision=precision)
+    words = commands.plan_command("llama-3.2-1b", ONE, request)
+    given = dict(pairwise(words))
+    again = asked("llama-3.2-1b", ONE, 4096, 64, like=given["--like"], precision=given["--precision"])
+    assert again.precision == request.precision and again.mode is request.mode

@@ -57,7 +57,7 @@ def test_a_plan_is_priced_from_its_file(tmp_path: Path) -> None:
     file = kept(first, tmp_path)
     again = answer("estimate", file)
     assert (again["plan"], again["estimate"]) == (first["plan"], first["estimate"])
-    written = read_plan_file(Path(file))
+    written = read_plan_file(file)
     assert written.request.memory_risk == 0.2 and written.request.pins == {"tp": 1}
     step = estimate_config(written.request, written.config).estimate.step_time_s.mid
     assert step == first["estimate"]["step_time_s"]["mid"] and written.differences() == []

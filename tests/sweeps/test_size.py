@@ -339,3 +339,8 @@ def test_a_kind_has_no_number_of_nodes() -> None:
         nodes_of("h100@nodes=4,price=2")
     with pytest.raises(PinError, match="this machine"):
         size(replace(REQUEST, cluster=Cluster.local(2)), TOKENS, 1.0)
+
+
+def test_a_deadline_is_a_number_of_days() -> None:
+    with pytest.raises(PinError, match=r"deadline_days='30d' must be a number above 0"):
+        size(REQUEST, TOKENS, "30d")  # type: ignore[arg-type]

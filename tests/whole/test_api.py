@@ -93,6 +93,8 @@ REFUSED = [
     ),
     ({"device": "cuda"}, r"DeviceError: the program is to run on CUDA devices, but the process sees no GPU \(CUDA_VIS"),
     ({"device": "tpu"}, r"DeviceError: device='tpu' is not a device; use 'cpu', 'cuda' or 'cuda:1'"),
+    ({"seed": "a"}, r"seed='a' must be a whole number of 64 bits"),
+    ({"init": print}, r"init= gives values to a model on the meta device, and all tensors of this one have theirs"),
     ({"cluster": "h1000"}, r"cluster 'h1000' is not known; use 'local'"),
 ]
 

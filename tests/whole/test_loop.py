@@ -295,6 +295,18 @@ def test_a_parameter_that_is_frozen_later_is_named() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_parameter_of_the_program_stays_trained_or_frozen(trained: bool) -> None:
+    """No collective would sum the gradient of one that is trained later: every data-parallel rank had its own."""
+    _, pm = loop_jobs.program("gpt", {}, frozen=() if trained else ("norm.weight",))
+    batch, weight = loop_jobs.batch_of("gpt", 4), dict(pm.named_parameters())["norm.weight"]
+    pm.step(batch)
+    weight.requires_grad_(not trained)
+    with pytest.raises(ValueError, match=rf"norm\.weight was {'trained' if trained else 'frozen'} when the program"):
+        pm.step(batch)
+
+
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("late", "message"),
     [
@@ -513,3 +525,16 @@ def test_outputs_that_cannot_be() -> None:
     assert why_no_outputs(some, "all", lambda out: out) is None  # type: ignore[arg-type]
     assert str(why_no_outputs(some, "mine", None)).startswith("rows='mine'; give 'own'")  # type: ignore[arg-type]
     assert "each is of type int" in str(why_no_outputs(some, "own", 3))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_frozen_tied_weight_is_held_once() -> None:
+    """Without gradients to sum it is in no TiedSpec, and each of its uses had a copy."""
+    model, pm = loop_jobs.program("gpt", {}, frozen=("tok.weight",))
+    own = model.get_parameter("tok.weight")
+    held = [p for p in pm.stage.state_dict(keep_vars=True).values() if torch.equal(p, own)]
+    assert len(held) == 2 and held[0] is held[1]
+    batch = loop_jobs.batch_of("gpt", 4)
+    torch.testing.assert_close(
+        pm.eval_step(batch), loop_jobs.loss_alone(model.eval(), "gpt", batch), rtol=1e-12, atol=0
+    )
