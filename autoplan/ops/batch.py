@@ -13,6 +13,7 @@ from collections.abc import Mapping, Set
 from autoplan.ir.graph import OF_PARTS, OF_THE_WHOLE_BATCH, Block, ModelGraph, Node, Value
 from autoplan.ir.layout import AxisType, P, R, shard
 from autoplan.ir.symbols import Expr
+from autoplan.ops.attention import shows_keys
 from autoplan.ops.generic import FUNCTION, POINTWISE
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.sequence_parts import at_joints
@@ -131,18 +132,21 @@ _ORDERED = ("causal", "window", "ahead", "chunk", "documents")  # attributes of 
 def _without_order(node: Node, inputs: tuple[AxisType, ...], block: Block) -> bool:
     """Return True for attention that parts without an order may compute.
 
-    It is one of the keys of all parts, without a pattern or a mask, or of whole keys, whose mask may be cut as the
-    queries are.
+    It is one of the keys of all parts, without a pattern, whose mask at most says which keys are seen, or of whole
+    keys, whose mask may be cut as the queries are.
     """
     if any(node.attrs.get(name) not in (None, False) for name in _ORDERED):
         return False
     query, key, _, *beside = (block.values[name] for name in node.tensor_inputs)
     cut = [kind.is_shard and kind.dim == 2 for kind in inputs[:3]]
+    masks = list(zip(inputs[3:], beside, strict=True))
     if set(inputs[1:3]) == {R}:
-        masks = zip(inputs[3:], beside, strict=True)
         return (cut[0] or inputs[0] == R) and all(_of_queries(kind, mask, query) for kind, mask in masks)
-    plain = all(node.attrs.get("sinks") and kind == R for kind in inputs[3:])
-    return plain and all(cut) and query.shape[2] == key.shape[2]
+    if not all(cut) or query.shape[2] != key.shape[2]:
+        return False
+    if node.attrs.get("sinks"):
+        return [kind for kind, _ in masks] == [R]
+    return all(shows_keys(mask, key) and kind == shard(3, inputs[1].factor) for kind, mask in masks)
 
 
 def _of_queries(kind: AxisType, mask: Value, query: Value) -> bool:

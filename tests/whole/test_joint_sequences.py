@@ -44,6 +44,7 @@ MADE: dict[str, Made] = {
     "equal": models.joint(4, 4, 16),  # as many tokens of text as of the image
     "cross": models.cross(3, 4, 2),
     "frames": models.cross(8, 3, 2),
+    "masked": models.joint(4, 3, 8, "masked"),
 }
 
 
@@ -52,7 +53,8 @@ def graph_of(name: str) -> ModelGraph:
 
 
 def program_of(graph: ModelGraph, world: int, batch: int = 2, **pins: Any) -> Program:
-    return plan_program(graph, Cluster.local(world, "cpu"), pins, batch, graph.bounds["s"][0])[1]
+    target_len = graph.bounds.get("t", (None,))[0]  # of a mask, which has as many tokens in every batch
+    return plan_program(graph, Cluster.local(world, "cpu"), pins, batch, graph.bounds["s"][0], target_len=target_len)[1]
 
 
 def parallel(program: Program, module: torch.nn.Module) -> ParallelModel:
@@ -91,6 +93,7 @@ def error_of(name: str, program: Program, world: int) -> float:
         ("equal", 4, {((1, 4),)}),
         ("cross", 4, {((1, 4),)}),
         ("frames", 8, {((1, 8),)}),
+        ("masked", 4, {((1, 4),), ((1, 8),), ((1, 12),), ((1, 8), (1, 12))}),
     ],
 )
 def test_which_tokens_ranks_share(name: str, length: int, runs: set[Any]) -> None:
@@ -124,13 +127,21 @@ def test_tokens_that_cannot_be_shared_are_named() -> None:
 @pytest.mark.parametrize(
     ("name", "method"),
     [("split", "gather"), ("sliced", "ring"), ("columns", "ulysses"), ("equal", "ring"), ("cross", "gather"),
-     ("frames", "ring")],
+     ("frames", "ring"), ("masked", "gather"), ("masked", "ring"), ("masked", "ulysses")],
 )  # fmt: skip
 def test_ranks_that_share_tokens_compute_what_the_module_does(name: str, method: str) -> None:
     """Odd parts, too: nine tokens per rank of "split" and "columns"."""
     program = program_of(graph_of(name), 2, cp=2, context_method=method)
     assert f"{method}='cp'" in program.sources["stage0.py"]
     assert error_of(name, program, 2) < 1e-9
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "method"), [("masked", "ulysses2xring2"), ("cross", "ulysses2xgather2")])
+def test_methods_of_two_axes(name: str, method: str) -> None:
+    """Four ranks: pairs of them exchange heads, and the pairs see each other's keys."""
+    program = program_of(graph_of(name), 4, cp=4, context_method=method)
+    assert error_of(name, program, 4) < 1e-9
 
 
 @pytest.mark.processes
@@ -165,6 +176,15 @@ def test_a_joint_that_is_ignored_is_seen() -> None:
     wrong = text.replace("((1, 6), (1, 12))", "((1, 18),)")
     assert text.count("((1, 6), (1, 12))") == 2  # cosines and sines
     assert error_of("split", Program(program.spec, {"stage0.py": wrong}), 2) > 1e-3
+
+
+@pytest.mark.processes
+def test_a_mask_of_other_tokens_is_seen() -> None:
+    """The same program with a mask whose part is that of other tokens of the text."""
+    program = program_of(graph_of("masked"), 2, cp=2, context_method="ring")
+    text = program.sources["stage0.py"]
+    wrong = text.replace("seen = own_part(seen, 'cp', 1, ((1, 8),))", "seen = own_part(seen, 'cp', 1, ((2, 4),))")
+    assert wrong != text and error_of("masked", Program(program.spec, {"stage0.py": wrong}), 2) > 1e-3
 
 
 def test_what_is_sent_is_priced() -> None:

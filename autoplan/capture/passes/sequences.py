@@ -81,7 +81,8 @@ class _Joint:
 
 
 def _joints(graph: ModelGraph) -> Iterator[_Joint]:
-    for block in graph.blocks.values():
+    free = graph.free_calls()  # what they join is whole, and ranks take parts of it later
+    for block in (graph.blocks[name] for name in dict.fromkeys(c.block for c in graph.calls if c.name not in free)):
         for node in block.nodes:
             found = joint(node, block)
             if found is not None:
@@ -213,10 +214,10 @@ class _Rewrite:
                 take(name, "")
         for node in block.nodes:
             given = [taken.get(name, name) for name in node.tensor_inputs]
-            node = replace(node, inputs=tuple(n if n is None else taken.get(n, n) for n in node.inputs))
-            nodes.append(self._sliced(node, block))
+            inputs = tuple(n if n is None else taken.get(n, n) for n in node.inputs)
+            nodes.append(replace(self._sliced(node, block), inputs=inputs))
             cut = any(self._cut(values[name].dims) for name in given)
-            if not is_free and not cut and not op_has(node.op, Trait.FILLS):
+            if not cut and not op_has(node.op, Trait.FILLS):
                 for name in node.outputs:
                     if self._cut(block.values[name].dims):
                         take(name, node.source)
