@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDTH, HEADS, CHANNELS = 16, 4, 3
+MASKED = ("masked", "added", "pairs")  # of `Joint`
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ def cross_batch(*patches: int) -> dict[str, Tensor]:
 def joint(rows: int, columns: int, text: int, how: str = "split") -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     batch = joint_batch(rows, columns, text)
-    if how in ("masked", "added", "pairs"):
+    if how in MASKED:
         target = batch.pop("target")
         batch |= {"seen": torch.rand(2, text) < 0.5, "target": target}
     return Joint(rows, columns, text, how).double(), batch

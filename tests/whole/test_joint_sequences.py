@@ -6,6 +6,7 @@ Every program is compared with the module, loss and gradients in float64.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import joint_models as models
@@ -104,13 +105,35 @@ def test_which_tokens_ranks_share(name: str, length: int, runs: set[Any]) -> Non
     assert ModelGraph.from_json(graph.to_json()) == graph
 
 
-@pytest.mark.parametrize("how", ["causal", "turned", "beside"])
-def test_what_sees_an_order_is_refused_by_name(how: str) -> None:
-    """A causal mask over joined parts, values joined in another order than keys, a split beside the joint."""
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("causal", "causal=True sees keys by their place, and the ranks' parts of joined tokens have none"),
+        ("turned", r"ranks would have parts of dim 1 of \[b, 12, 16\] of float64 .* and dim 1 of \[b, 6, 16\]"),
+        ("beside", ""),
+        ("added", r"its mask \[b, 1, 1, 18\] of float64 made at .*:\d+ is not one of keys alone; a mask of bool, "),
+        ("pairs", r"ranks would have parts of dim 3 of \[b, 1, 1, 18\] of bool .* and dim 2 of \[b, 1, 18, 1\]"),
+    ],
+)
+def test_what_sees_an_order_is_refused_by_name(how: str, why: str) -> None:
+    """A causal mask over joined parts, values joined in another order than keys, a split beside the joint, masks."""
     graph = capture(*models.joint(4, 3, 6, how), models.square_error)
-    assert not graph.parts
-    with pytest.raises(PinError, match=r"cp=2: attention at .*joint_models.py:\d+ cannot be computed for a part"):
-        plan_program(graph, Cluster.local(2, "cpu"), {"cp": 2}, 2, 8)
+    assert not graph.parts and ModelGraph.from_json(graph.to_json()) == graph
+    with pytest.raises(PinError, match=rf"cp=2: of 18 tokens .* at .*:\d+ cannot be computed for a part.*: {why}"):
+        plan_program(graph, Cluster.local(2, "cpu"), {"cp": 2}, 2, 8, target_len=6 if how in models.MASKED else None)
+
+
+def test_a_model_without_tokens_says_so() -> None:
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(4, 3, 3, padding=1)
+    )
+    batch = {"input": torch.randn(2, 3, 8, 8), "target": torch.randn(2, 3, 8, 8)}
+    graph = capture(module, batch, models.square_error)
+    assert (context_obstacle(graph) or "").startswith(
+        "no input has a sequence of a length that may change, and no attention"
+    )
+    again = replace(graph, no_sequence="")
+    assert again.content_hash == graph.content_hash  # plans do not depend on it
 
 
 def test_tokens_that_cannot_be_shared_are_named() -> None:
