@@ -49,7 +49,11 @@ class JointLayer(nn.Module):
         q, k, v = (heads_of(torch.cat((b, a), dim=1)) for a, b in zip(one, two, strict=True))
         if self.how == "turned":  # values in another order than keys
             v = heads_of(torch.cat((one[2], two[2]), dim=1))
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        if self.how == "written":  # positions of the image alone, as in CogView4
+            for x in (q, k):
+                x[:, :, text.shape[1] :] = rotated(x[:, :, text.shape[1] :], cos[text.shape[1] :], sin[text.shape[1] :])
+        else:
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         mask = None if seen is None else self.mask(seen, image)
         found = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.how == "causal").transpose(1, 2).flatten(2)
         length = text.shape[1]
@@ -76,8 +80,8 @@ class Joint(nn.Module):
     Args:
         rows, columns: patches.
         text: tokens of the text.
-        how: "split", "sliced", and "masked", where tokens of the text that are not seen are keys of nobody. "causal",
-            "turned", "beside", "added" and "pairs" cannot be computed in parts.
+        how: "split", "sliced", "written", and "masked", where tokens of the text that are not seen are keys of nobody.
+            "causal", "turned", "beside", "added" and "pairs" cannot be computed in parts.
     """
 
     def __init__(self, rows: int, columns: int, text: int, how: str = "split") -> None:

@@ -19,7 +19,7 @@ from autoplan.ops.sequence_parts import at_joints
 from autoplan.ops.strategies import axis_choices
 from autoplan.ops.table import op_has, op_kind, op_record
 from autoplan.ops.views import OWN_PART
-from autoplan.ops.whole_attention import said, whole_attention
+from autoplan.ops.whole_attention import described, whole_attention
 
 
 def _places(value: Value, factors: Mapping[str, Expr], symbol: str) -> list[AxisType]:
@@ -157,7 +157,7 @@ def _why_whole(node: Node, inputs: tuple[AxisType, ...], block: Block, graph: Mo
     if op_kind(node.op) is OpKind.ATTENTION:
         return whole_attention(node, inputs, block, _length(graph)) or ""
     cut = [
-        f"dim {kind.dim} of {said(block.values[name], block, _length(graph))}"
+        f"dim {kind.dim} of {described(block.values[name], block, _length(graph))}"
         for kind, name in zip(inputs, node.tensor_inputs, strict=True)
         if kind.is_shard
     ]

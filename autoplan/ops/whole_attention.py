@@ -42,7 +42,7 @@ def whole_attention(node: Node, inputs: Sequence[AxisType], block: Block, length
             return None
         mask = values[-1]
         return (
-            f"its mask {said(mask, block, length)} is a tensor; is_causal, windows, packed documents and the "
+            f"its mask {described(mask, block, length)} is a tensor; is_causal, windows, packed documents and the "
             "attention_mask [batch, tokens] of transformers work"
         )
     masks = list(zip(inputs[3:], values[3:], strict=True))
@@ -51,8 +51,8 @@ def whole_attention(node: Node, inputs: Sequence[AxisType], block: Block, length
     for kind, mask in masks:
         if not shows_keys(mask, values[1]) or kind != shard(3, inputs[1].factor):
             return (
-                f"its mask {said(mask, block, length)} is not one of keys alone; a mask of bool, [batch, 1, 1, keys], "
-                "True for keys that all queries see, works"
+                f"its mask {described(mask, block, length)} is not one of keys alone; a mask of bool, "
+                "[batch, 1, 1, keys], True for keys that all queries see, works"
             )
     return None
 
@@ -61,10 +61,10 @@ def _of_whole_keys(
     node: Node, inputs: Sequence[AxisType], values: Sequence[Value], block: Block, length: int
 ) -> str | None:
     if not (inputs[0] == R or (inputs[0].is_shard and inputs[0].dim == 2)):
-        return f"its queries {said(values[0], block, length)} are not cut along their tokens"
+        return f"its queries {described(values[0], block, length)} are not cut along their tokens"
     for kind, mask in zip(inputs[3:], values[3:], strict=True):
         if not _of_queries(kind, mask, values[0]):
-            return f"its mask {said(mask, block, length)} is not cut as its queries are"
+            return f"its mask {described(mask, block, length)} is not cut as its queries are"
     return None
 
 
@@ -76,7 +76,7 @@ def _of_queries(kind: AxisType, mask: Value, query: Value) -> bool:
 
 
 def _not_alike(values: Sequence[Value], cut: Sequence[bool], block: Block, length: int) -> str:
-    named = [f"{name} {said(x, block, length)}" for name, x in zip(_NAMES, values, strict=False)]
+    named = [f"{name} {described(x, block, length)}" for name, x in zip(_NAMES, values, strict=False)]
     if not any(cut):
         return f"its {named[0]} are not cut along their tokens (dim 2), nor are its keys and values"
     if all(cut):
@@ -85,7 +85,7 @@ def _not_alike(values: Sequence[Value], cut: Sequence[bool], block: Block, lengt
     return f"ranks would have parts of {parts}, and all of {whole}"
 
 
-def said(value: Value, block: Block, length: int) -> str:
+def described(value: Value, block: Block, length: int) -> str:
     """Return shape and dtype of a value, and the line that made it; `length`: see `whole_attention`."""
     maker = next((node for node in block.nodes if value.name in node.outputs), None)
     made = "" if maker is None or not maker.source else f" made at {maker.source}"

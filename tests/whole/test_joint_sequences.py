@@ -46,6 +46,7 @@ MADE: dict[str, Made] = {
     "cross": models.cross(3, 4, 2),
     "frames": models.cross(8, 3, 2),
     "masked": models.joint(4, 3, 8, "masked"),
+    "written": models.joint(4, 3, 6, "written"),
 }
 
 
@@ -150,7 +151,7 @@ def test_tokens_that_cannot_be_shared_are_named() -> None:
 @pytest.mark.parametrize(
     ("name", "method"),
     [("split", "gather"), ("sliced", "ring"), ("columns", "ulysses"), ("equal", "ring"), ("cross", "gather"),
-     ("frames", "ring"), ("masked", "gather"), ("masked", "ring"), ("masked", "ulysses")],
+     ("frames", "ring"), ("masked", "gather"), ("masked", "ring"), ("masked", "ulysses"), ("written", "gather")],
 )  # fmt: skip
 def test_ranks_that_share_tokens_compute_what_the_module_does(name: str, method: str) -> None:
     """Odd parts, too: nine tokens per rank of "split" and "columns"."""
