@@ -282,6 +282,17 @@ def test_the_search_shares_long_sequences() -> None:
     assert found.config.cp > 1, found
 
 
+def test_a_plan_of_two_axes_rehearses() -> None:
+    """Collectives, arithmetic and memory of one rank of four are the plan's, with a mask of keys."""
+    module, batch = models.joint(4, 4, 8, "masked")
+    example = {n: x.float() if x.is_floating_point() else x for n, x in batch.items()}
+    plan = autoplan.plan(
+        module.float(), "4xh100", example_inputs=example, loss_fn=models.square_error, global_batch_size=2,
+        pins={"cp": 4, "context_method": "ulysses2xring2"}, verify=False,
+    )  # fmt: skip
+    assert not autoplan.rehearse(plan, "3").differences
+
+
 def test_adapters_keep_the_parts() -> None:
     """Factors are inferred again when layers get adapters, and keep their runs under their new names."""
     graph = graph_of("split")
