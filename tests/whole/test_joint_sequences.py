@@ -169,10 +169,11 @@ def test_methods_of_two_axes(name: str, method: str) -> None:
 
 
 @pytest.mark.processes
-def test_beside_tensor_parallelism() -> None:
-    program = program_of(graph_of("sliced"), 4, cp=2, tp=2)
+@pytest.mark.parametrize("name", ["sliced", "masked"])
+def test_beside_tensor_parallelism(name: str) -> None:
+    program = program_of(graph_of(name), 4, cp=2, tp=2)
     check_program(program.spec, program.sources)
-    assert error_of("sliced", program, 4) < 1e-9
+    assert error_of(name, program, 4) < 1e-9
 
 
 def output_job(rank: int, world: int, program: Program, made: Made) -> torch.Tensor:
