@@ -7,7 +7,14 @@ import torch
 from torch.nn import functional
 
 from autoplan.runtime import dropout
-from autoplan.runtime.context import gathered_attention, gathered_documents, heads_here, to_heads, to_sequence
+from autoplan.runtime.context import (
+    documents_of_keys,
+    gathered_attention,
+    gathered_documents,
+    heads_here,
+    to_heads,
+    to_sequence,
+)
 from autoplan.runtime.in_parts import attention_in_parts
 from autoplan.runtime.key_bias import with_key_bias
 from autoplan.runtime.mesh import current_mesh
@@ -63,7 +70,8 @@ def attention(
         chunk: a query sees keys of its own chunk of so many tokens, the first of which begins with the sequence; needs
             what a window needs, and none. With ``documents`` these are the chunks, and none is longer.
         documents: [b, s] integers, the document of every token: a token sees tokens of its own document. -1 - i: a
-            token that nobody sees, but that sees document i. Every token must see one. Needs s == t and no mask.
+            token that nobody sees, but that sees document i. Every token must see one. Or [b or 1, 1, 1, s] of bool,
+            True for tokens that all see, False for those that nobody sees. Needs s == t and no mask.
         sinks: [h], a score per head that takes part in the softmax of every query and has no value
             (``autoplan.runtime.sinks``). Needs no mask, and s == t if causal.
         softcap: scores are ``softcap * tanh(score / softcap)``; needs what sinks need.
@@ -94,6 +102,8 @@ def attention(
             ulysses=ulysses,
         )  # fmt: skip
         return out[..., :size]
+    if documents is not None and documents.dtype == torch.bool:
+        documents = documents_of_keys(documents, q.shape[0])
     how = Pattern(causal, scale, window, ahead, chunk, softcap)
     _check_pattern(q, k, how, mask)
     _check_documents(q, documents, mask)

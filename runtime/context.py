@@ -208,6 +208,15 @@ def to_sequence(x: torch.Tensor, axis: str) -> torch.Tensor:
     return out
 
 
+def documents_of_keys(seen: torch.Tensor, samples: int) -> torch.Tensor:
+    """Return the documents [b, t] of tokens of which those not `seen` are keys of no query: 1, and -2 for these.
+
+    Args:
+        seen: [b or 1, 1, 1, t] of bool.
+    """
+    return (3 * seen.to(torch.int8) - 2).reshape(seen.shape[0], -1).expand(samples, -1)
+
+
 def gathered_documents(documents: torch.Tensor, axis: str) -> torch.Tensor:
     """Gather [b, 2 l] of every rank -> [b, 2 l c] in the order of the sequence."""
     mesh = current_mesh()

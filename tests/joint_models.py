@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDTH, HEADS, CHANNELS = 16, 4, 3
+MASKED = ("masked", "added", "pairs")  # of `Joint`
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -39,23 +40,38 @@ class JointLayer(nn.Module):
         self.qkv, self.text_qkv = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.out, self.text_out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, image: Tensor, text: Tensor, time: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, image: Tensor, text: Tensor, time: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         shift, scale, text_shift, text_scale = self.emb(F.silu(time)).chunk(4, dim=-1)
         one = self.qkv(modulated(image, shift, scale)).chunk(3, dim=-1)
         two = self.text_qkv(modulated(text, text_shift, text_scale)).chunk(3, dim=-1)
         q, k, v = (heads_of(torch.cat((b, a), dim=1)) for a, b in zip(one, two, strict=True))
         if self.how == "turned":  # values in another order than keys
             v = heads_of(torch.cat((one[2], two[2]), dim=1))
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=self.how == "causal").transpose(1, 2).flatten(2)
+        if self.how == "written":  # positions of the image alone, as in CogView4
+            for x in (q, k):
+                x[:, :, text.shape[1] :] = rotated(x[:, :, text.shape[1] :], cos[text.shape[1] :], sin[text.shape[1] :])
+        else:
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        mask = None if seen is None else self.mask(seen, image)
+        found = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.how == "causal").transpose(1, 2).flatten(2)
         length = text.shape[1]
         if self.how == "sliced":
-            for_text, for_image = seen[:, :length], seen[:, length:]
+            for_text, for_image = found[:, :length], found[:, length:]
         elif self.how == "beside":  # not where the two are joined
-            for_image, for_text = seen.split((image.shape[1], length), dim=1)
+            for_image, for_text = found.split((image.shape[1], length), dim=1)
         else:
-            for_text, for_image = seen.split((length, image.shape[1]), dim=1)
+            for_text, for_image = found.split((length, image.shape[1]), dim=1)
         return image + self.out(for_image), text + self.text_out(for_text)
+
+    def mask(self, seen: Tensor, image: Tensor) -> Tensor:
+        """Return a mask over the joined tokens, as QwenImage makes it; in other forms for `added` and `pairs`."""
+        of_image = torch.ones(image.shape[:2], dtype=torch.bool)
+        joined = torch.cat((seen, of_image), dim=1)[:, None, None]
+        if self.how == "added":
+            return torch.zeros(joined.shape, dtype=image.dtype).masked_fill(~joined, -1e4)
+        return joined & joined.transpose(2, 3) if self.how == "pairs" else joined
 
 
 class Joint(nn.Module):
@@ -64,7 +80,8 @@ class Joint(nn.Module):
     Args:
         rows, columns: patches.
         text: tokens of the text.
-        how: "split", "sliced"; "causal", "turned" and "beside" are not the same in parts.
+        how: "split", "sliced", "written", and "masked", where tokens of the text that are not seen are keys of nobody.
+            "causal", "turned", "beside", "added" and "pairs" cannot be computed in parts.
     """
 
     def __init__(self, rows: int, columns: int, text: int, how: str = "split") -> None:
@@ -72,20 +89,23 @@ class Joint(nn.Module):
         self.patch = nn.Conv2d(CHANNELS, WIDTH, 2, 2)
         self.learned = nn.Parameter(torch.randn(1, rows * columns, WIDTH) * 0.1)
         self.register_buffer("fixed", torch.randn(1, rows * columns, WIDTH) * 0.1)
+        self.register_buffer("larger", torch.randn(rows + 2, columns + 3, WIDTH) * 0.1)  # its middle is used
         self.embed_text, self.time = nn.Linear(5, WIDTH), nn.Linear(1, WIDTH)
         angles = torch.rand(text + rows * columns, WIDTH // HEADS // 2)
         self.register_buffer("angles", torch.cat((angles, angles), dim=-1))
         self.layers = nn.ModuleList(JointLayer(how) for _ in range(2))
         self.head = nn.Linear(WIDTH, CHANNELS * 4)
 
-    def forward(self, image: Tensor, text: Tensor, time: Tensor) -> Tensor:
+    def forward(self, image: Tensor, text: Tensor, time: Tensor, seen: Tensor | None = None) -> Tensor:
         x = self.patch(image)
         rows, columns = x.shape[-2:]
-        x = x.flatten(2).transpose(1, 2) + self.learned + self.fixed
+        larger = torch.cat((self.larger[-1:], self.larger[: rows - 1]))  # joined of other pieces than the sequences
+        middle = larger[:, 2 : columns + 2]
+        x = x.flatten(2).transpose(1, 2) + self.learned + self.fixed + middle.flatten(0, 1)
         y, t = self.embed_text(text), self.time(time[:, None])
         cos, sin = self.angles.cos(), self.angles.sin()
         for layer in self.layers:
-            x, y = layer(x, y, t, cos, sin)
+            x, y = layer(x, y, t, cos, sin, seen)
         out = self.head(x).unflatten(-1, (CHANNELS, 2, 2)).unflatten(1, (rows, columns))
         return out.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
@@ -150,7 +170,11 @@ def cross_batch(*patches: int) -> dict[str, Tensor]:
 
 def joint(rows: int, columns: int, text: int, how: str = "split") -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
-    return Joint(rows, columns, text, how).double(), joint_batch(rows, columns, text)
+    batch = joint_batch(rows, columns, text)
+    if how in MASKED:
+        target = batch.pop("target")
+        batch |= {"seen": torch.rand(2, text) < 0.5, "target": target}
+    return Joint(rows, columns, text, how).double(), batch
 
 
 def cross(*patches: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.capture import positions
 from autoplan.capture.draws import drawn_form
+from autoplan.capture.frontend.inplace import ALLOCATIONS
 from autoplan.capture.frontend.written_out import attention_of_four_dims, written_attention
 from autoplan.capture.ops import OPS, SKIP
 
@@ -300,8 +301,10 @@ def _counts_few(self: torch.Tensor, weights: Any = None, minlength: int = 0) -> 
 def _written_slice(
     self: torch.Tensor, src: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> torch.Tensor:
-    """Join what stands before a slice, what is written into it, and what stands behind: PyTorch has no derivative of
-    complex `slice_scatter`."""
+    """Join what stands before a slice, what is written into it, and what stands behind.
+
+    Of two sequences that are joined one may be written so, and PyTorch has no derivative of complex `slice_scatter`.
+    """
     size = self.shape[dim]
     begin = 0 if start is None else start + size if start < 0 else start
     behind = begin + src.shape[dim]
@@ -311,8 +314,23 @@ def _written_slice(
     return torch.cat(written, dim) if len(written) > 1 else written[0]
 
 
-def _is_complex_slice(self: torch.Tensor, src: Any, dim: Any = 0, start: Any = 0, end: Any = 0, step: int = 1) -> bool:
-    return self.is_complex() and step == 1
+def _is_joined(node: fx.Node) -> bool:
+    """Return True for a slice of a complex tensor, or of a dim of fixed size behind the batch.
+
+    A tensor that was only allocated is joined of what is written into it (`autoplan.capture.frontend.inplace`).
+    """
+
+    def covers(
+        self: torch.Tensor, src: torch.Tensor, dim: int = 0, start: Any = 0, end: Any = 0, step: int = 1
+    ) -> bool:
+        fixed = all(isinstance(x, int | None) for x in (self.shape[dim], src.shape[dim], start))
+        return step == 1 and (self.is_complex() or (fixed and dim % self.dim() > 0 and not allocated))
+
+    maker = node.args[0]
+    while isinstance(maker, fx.Node) and maker.target == node.target:
+        maker = maker.args[0]
+    allocated = isinstance(maker, fx.Node) and str(maker.target) in ALLOCATIONS
+    return covers(*_values(node.args), **_values(node.kwargs))
 
 
 def _join(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -423,7 +441,7 @@ _OWN: Mapping[str, tuple[_Form, ...]] = {
     ),
     "aten.cross_entropy_loss.default": _given(_is_loss, _loss),
     **{f"aten.conv{n}d.default": _given(_are_patches, _patches) for n in (1, 2, 3)},
-    "aten.slice_scatter.default": _given(_is_complex_slice, _written_slice),
+    "aten.slice_scatter.default": (_Form(_is_joined, _written_slice),),
     "aten.linalg_vector_norm.default": _given(_is_root, _norm),
     "aten.linalg_norm.default": _given(
         lambda self, ord=None, dim=None, keepdim=False, **more: ord is None and not more,

@@ -202,6 +202,8 @@ class ModelGraph:
         no_evaluation: why there is no such graph although the module computes something else then; "" otherwise.
         parts: factor -> its runs, for models whose attention runs over a fixed number of tokens without an order
             (`autoplan.capture.passes.sequences`). Their sizes are multiples of `s`, whose bounds are one number.
+        no_sequence: why there is no sequence that ranks could share, where none has a length; "" otherwise. Not part of
+            `content_hash`: plans do not depend on it.
     """
 
     name: str
@@ -225,6 +227,7 @@ class ModelGraph:
     evaluation: ModelGraph | None = None
     no_evaluation: str = ""
     parts: Mapping[str, Runs] = field(default_factory=dict)
+    no_sequence: str = ""
 
     @property
     def loss_counts(self) -> tuple[LossCount, ...]:
@@ -354,9 +357,9 @@ class ModelGraph:
 
     def without_results(self) -> ModelGraph:
         """Return the graph of the loss in training alone."""
-        if not (self.results or self.evaluation or self.no_evaluation):
+        if not (self.results or self.evaluation or self.no_evaluation or self.no_sequence):
             return self
-        return replace(self, results=(), evaluation=None, no_evaluation="")
+        return replace(self, results=(), evaluation=None, no_evaluation="", no_sequence="")
 
     def __str__(self) -> str:
         lines = [
@@ -394,7 +397,15 @@ def _sorted(things: Mapping[str, _Thing]) -> dict[str, _Thing]:
     return dict(sorted(things.items()))
 
 
-_RARE = ("notes", "more_counts", "results", "evaluation", "no_evaluation", "parts")  # nearly always empty
+_RARE = (
+    "notes",
+    "more_counts",
+    "results",
+    "evaluation",
+    "no_evaluation",
+    "parts",
+    "no_sequence",
+)  # nearly always empty
 # Not part of the text form, by what configs call it
 _OF_CONFIGS = {"positions": "max_position_embeddings", "left_out": "num_nextn_predict_layers"}
 
@@ -460,6 +471,7 @@ def _decode_graph(data: Any) -> ModelGraph:
         evaluation=_decode_graph(data["evaluation"]) if data.get("evaluation") else None,
         no_evaluation=data.get("no_evaluation", ""),
         parts=_plain(data.get("parts", {})),
+        no_sequence=data.get("no_sequence", ""),
     )
 
 

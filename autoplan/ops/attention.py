@@ -33,6 +33,7 @@ from autoplan.torch_kernels import LARGEST_DROPPED_HEAD, LARGEST_HEAD, ROW_BLOCK
 from autoplan.units import DTYPE_BYTES, HALF
 
 DROPPED = "dropped_attention"  # the op with dropout
+DOCUMENT_DTYPE = "int8"  # of documents that are made of a mask of keys (`documents_of_keys` of runtime/context.py)
 
 # -- capture -----------------------------------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 
     inputs = [tidy(dims) for dims in rule.inputs]
     roles = list(rule.roles)
-    if node.attrs.get("documents"):  # the document of every token
+    if node.attrs.get("documents") and len(ins[3]) == 2:  # the document of every token
         inputs.append((("b",), ("s",)))
         roles.append(Role.OTHER)
     if node.attrs.get("sinks"):
@@ -111,6 +112,24 @@ def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
 def reads_whole_keys(node: Node, values: Mapping[str, Value]) -> bool:
     """Return True for attention whose keys have not the length of the sequence, so that no ranks have parts of them."""
     return "s" not in values[node.tensor_inputs[1]].shape[2].symbols
+
+
+def shows_keys(mask: Value, key: Value) -> bool:
+    """Return True for a mask [b or 1, 1, 1, t] of bool: it says which keys are seen, by all queries and heads."""
+    if mask.dims is None or key.dims is None or mask.dtype != "bool" or len(mask.dims) != 4:
+        return False
+    return mask.dims[1:3] == ((), ()) and mask.dims[3] == key.dims[2]
+
+
+def with_documents(node: Node, values: Mapping[str, Value]) -> Node:
+    """Return attention over a cut sequence as it runs: a mask that says which keys are seen is taken as documents.
+
+    Keys that nobody sees are a document of their own (`autoplan.runtime.attention`).
+    """
+    if len(node.tensor_inputs) != 4 or any(node.attrs.get(name) for name in _BESIDE):
+        return node
+    _, key, _, mask = (values[name] for name in node.tensor_inputs)
+    return replace(node, attrs={**node.attrs, "documents": True}) if shows_keys(mask, key) else node
 
 
 def seen_share(node: Node, num_keys: float) -> float:

@@ -17,8 +17,9 @@ from autoplan.ops.generic import FUNCTION, POINTWISE
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.sequence_parts import at_joints
 from autoplan.ops.strategies import axis_choices
-from autoplan.ops.table import op_has, op_record
+from autoplan.ops.table import op_has, op_kind, op_record
 from autoplan.ops.views import OWN_PART
+from autoplan.ops.whole_attention import described, whole_attention
 
 
 def _places(value: Value, factors: Mapping[str, Expr], symbol: str) -> list[AxisType]:
@@ -107,49 +108,19 @@ def _of_a_sequence(node: Node, op: OpRecord, inputs: tuple[AxisType, ...], block
     """Return False for ops that need the whole sequence.
 
     These are what draws by the place in the sequence, as dropout does, unless a dim is that of all tokens, and
-    attention unless queries, keys and values are all cut (its runtime, autoplan.runtime.context, sees the keys of all
-    parts); then it has no mask. Of parts without an order: `_without_order`.
+    attention for the reasons of `whole_attention` (its runtime, autoplan.runtime.context, sees the keys of all parts).
     """
     draws, factors = Trait.RANDOM in op.traits and node.attrs.get("p") != 0, graph.factors
-    if op.kind is not OpKind.ATTENTION:
-        sizes = [factors[name] for dim in block.values[node.outputs[0]].dims or () for name in dim]
-        cut = [size for size in sizes if "s" in size.symbols]
-        return not draws or all(size == Expr.symbol("s") and not graph.parts for size in cut)
-    if graph.parts:
-        return not draws and _without_order(node, inputs, block)
-    beside = [
-        each
-        for name, each in (("documents", shard(1, 0)), ("sinks", R), ("key_bias", shard(3, 0)))
-        if node.attrs.get(name)
-    ]
-    return inputs[3:] == tuple(beside) and set(inputs[:3]) == {shard(2, 0)}
+    if op.kind is OpKind.ATTENTION:
+        return not (draws and graph.parts) and whole_attention(node, inputs, block, _length(graph)) is None
+    sizes = [factors[name] for dim in block.values[node.outputs[0]].dims or () for name in dim]
+    cut = [size for size in sizes if "s" in size.symbols]
+    return not draws or all(size == Expr.symbol("s") and not graph.parts for size in cut)
 
 
-_ORDERED = ("causal", "window", "ahead", "chunk", "documents")  # attributes of attention that sees keys by their place
-
-
-def _without_order(node: Node, inputs: tuple[AxisType, ...], block: Block) -> bool:
-    """Return True for attention that parts without an order may compute.
-
-    It is one of the keys of all parts, without a pattern or a mask, or of whole keys, whose mask may be cut as the
-    queries are.
-    """
-    if any(node.attrs.get(name) not in (None, False) for name in _ORDERED):
-        return False
-    query, key, _, *beside = (block.values[name] for name in node.tensor_inputs)
-    cut = [kind.is_shard and kind.dim == 2 for kind in inputs[:3]]
-    if set(inputs[1:3]) == {R}:
-        masks = zip(inputs[3:], beside, strict=True)
-        return (cut[0] or inputs[0] == R) and all(_of_queries(kind, mask, query) for kind, mask in masks)
-    plain = all(node.attrs.get("sinks") and kind == R for kind in inputs[3:])
-    return plain and all(cut) and query.shape[2] == key.shape[2]
-
-
-def _of_queries(kind: AxisType, mask: Value, query: Value) -> bool:
-    """Return True for a mask that is whole, or cut as the queries are."""
-    if not kind.is_shard or mask.dims is None or query.dims is None:
-        return kind == R
-    return kind.dim == len(mask.dims) - 2 and mask.dims[kind.dim] == query.dims[2]
+def _length(graph: ModelGraph) -> int:
+    """Return the tokens that `s` stands for, if they have no order; else 0."""
+    return graph.bounds["s"][0] if graph.parts else 0
 
 
 def _split(
@@ -179,6 +150,20 @@ def _name(node: Node) -> str:
     return node.op if call is None else str(call).partition("(")[0].removeprefix("torch.ops.")
 
 
+def _why_whole(node: Node, inputs: tuple[AxisType, ...], block: Block, graph: ModelGraph) -> str:
+    """Return what hinders an operation to compute a part of a sequence, and what would work."""
+    if Trait.RANDOM in op_record(node.op).traits and node.attrs.get("p") != 0 and graph.parts:
+        return "it draws a number for every token, and parts of joined tokens have no places; a rate of 0 works"
+    if op_kind(node.op) is OpKind.ATTENTION:
+        return whole_attention(node, inputs, block, _length(graph)) or ""
+    cut = [
+        f"dim {kind.dim} of {described(block.values[name], block, _length(graph))}"
+        for kind, name in zip(inputs, node.tensor_inputs, strict=True)
+        if kind.is_shard
+    ]
+    return f"ranks would have parts of {' and '.join(dict.fromkeys(cut))}" if cut else ""
+
+
 def batch_obstacle(graph: ModelGraph) -> str | None:
     """Return why the batch of this model cannot be computed in parts (naming op and source line), or None if it can."""
     found, loss = _obstacle(graph, "b", frozenset())
@@ -202,9 +187,12 @@ def context_obstacle(graph: ModelGraph) -> str | None:
 
     Calls that depend on no parameter make whole sequences, which are then cut. Attention sees the keys of all parts.
     """
+    if graph.no_sequence:
+        return graph.no_sequence
     found, loss = _obstacle(graph, "s", graph.free_calls())
     if found is not None:
-        return f"{found} cannot be computed for a part of the sequence"
+        operation, _, why = found.partition(": ")
+        return f"{operation} cannot be computed for a part of the sequence{why and f': {why}'}"
     return "the loss is not a sum over the tokens of the sequence" if loss is not P else None
 
 
@@ -231,7 +219,12 @@ def _obstacle(graph: ModelGraph, symbol: str, whole: Set[str]) -> tuple[str | No
             for node in block.nodes:
                 found = _result(node, block, types, graph, symbol)
                 if found is None:
-                    return f"{_name(node)} at {node.source or node.name}", R
+                    why = (
+                        _why_whole(node, tuple(types[n] for n in node.tensor_inputs), block, graph)
+                        if symbol == "s"
+                        else ""
+                    )
+                    return f"{_name(node)} at {node.source or node.name}{why and f': {why}'}", R
                 types |= zip(node.outputs, found, strict=True)
             known[block.name, given] = [types[formal] for formal in block.outputs]
         top |= zip(call.outputs, known[block.name, given], strict=True)

@@ -13,7 +13,7 @@ from fractions import Fraction
 from autoplan.config.context_methods import GATHER, RING, ULYSSES, ContextMethod
 from autoplan.errors import RuleError
 from autoplan.ir.symbols import Expr
-from autoplan.ops.attention import drawn_bytes, reads_whole_keys, taking_groups
+from autoplan.ops.attention import DOCUMENT_DTYPE, drawn_bytes, reads_whole_keys, taking_groups, with_documents
 from autoplan.ops.batch import counts_tokens
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, OpFacts, SavedRule, SizesOf, TensorFacts, extra_bytes, kept, workspace_bytes
@@ -123,6 +123,7 @@ def _as_megatron(lowered: LoweredBlock, op: Op, degree: int, regather: bool) -> 
 def _by_method(lowered: LoweredBlock, op: Op, method: ContextMethod) -> Op:
     """List the collectives of `autoplan.runtime.context`. RuleError if the method cannot spread the heads."""
     heads, kv = (lowered.shape(op.inputs[k], op.strategy.inputs[k])[1].value for k in (0, 1))
+    op = replace(op, node=with_documents(op.node, lowered.block.values))
     obstacle = method.heads_obstacle(heads or 0, kv or 0)
     if obstacle is not None:
         raise RuleError(f"attention over cut sequences by {method.name}: {obstacle}")
@@ -143,7 +144,8 @@ def _by_method(lowered: LoweredBlock, op: Op, method: ContextMethod) -> Op:
             ways *= ranks
             size = lowered.elements(ids, op.strategy.inputs[3]) * ways
             if ranks > 1:
-                out.append(Collective(ids.name, "all_gather", (axis,), size, ids.dtype, "forward", priced=False))
+                dtype = DOCUMENT_DTYPE if ids.dtype == "bool" else ids.dtype
+                out.append(Collective(ids.name, "all_gather", (axis,), size, dtype, "forward", priced=False))
     return replace(op, collectives=tuple(out), over=tuple(over))
 
 

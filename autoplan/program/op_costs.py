@@ -17,7 +17,7 @@ from autoplan.cost_models.work import OpWork, Plain
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, Layout
 from autoplan.ir.symbols import Expr
-from autoplan.ops.attention import reads_whole_keys, seen_share
+from autoplan.ops.attention import reads_whole_keys, seen_share, with_documents
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import OpFacts, TensorFacts
 from autoplan.ops.strategies import Strategy
@@ -150,6 +150,8 @@ class OpCosts:
             bias: the op includes the addition of a vector along the last dim.
         """
         op = op_record(node.op)
+        if op.kind is OpKind.ATTENTION and self.shares_of_keys(block, node) > 1:
+            node = with_documents(node, block.values)
         attends = op.kind is OpKind.ATTENTION and self.shares_of_keys(block, node) > 1
         inputs = [
             self._tensor(block, name, layout, keys=attends and 0 < k < 3, attends=attends and k < 3)

@@ -6,6 +6,7 @@ Every program is compared with the module, loss and gradients in float64.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import joint_models as models
@@ -44,6 +45,8 @@ MADE: dict[str, Made] = {
     "equal": models.joint(4, 4, 16),  # as many tokens of text as of the image
     "cross": models.cross(3, 4, 2),
     "frames": models.cross(8, 3, 2),
+    "masked": models.joint(4, 3, 8, "masked"),
+    "written": models.joint(4, 3, 6, "written"),
 }
 
 
@@ -52,7 +55,8 @@ def graph_of(name: str) -> ModelGraph:
 
 
 def program_of(graph: ModelGraph, world: int, batch: int = 2, **pins: Any) -> Program:
-    return plan_program(graph, Cluster.local(world, "cpu"), pins, batch, graph.bounds["s"][0])[1]
+    target_len = graph.bounds.get("t", (None,))[0]  # of a mask, which has as many tokens in every batch
+    return plan_program(graph, Cluster.local(world, "cpu"), pins, batch, graph.bounds["s"][0], target_len=target_len)[1]
 
 
 def parallel(program: Program, module: torch.nn.Module) -> ParallelModel:
@@ -91,6 +95,7 @@ def error_of(name: str, program: Program, world: int) -> float:
         ("equal", 4, {((1, 4),)}),
         ("cross", 4, {((1, 4),)}),
         ("frames", 8, {((1, 8),)}),
+        ("masked", 4, {((1, 4),), ((1, 8),), ((1, 12),), ((1, 8), (1, 12))}),
     ],
 )
 def test_which_tokens_ranks_share(name: str, length: int, runs: set[Any]) -> None:
@@ -101,13 +106,35 @@ def test_which_tokens_ranks_share(name: str, length: int, runs: set[Any]) -> Non
     assert ModelGraph.from_json(graph.to_json()) == graph
 
 
-@pytest.mark.parametrize("how", ["causal", "turned", "beside"])
-def test_what_sees_an_order_is_refused_by_name(how: str) -> None:
-    """A causal mask over joined parts, values joined in another order than keys, a split beside the joint."""
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("causal", "causal=True sees keys by their place, and the ranks' parts of joined tokens have none"),
+        ("turned", r"ranks would have parts of dim 1 of \[b, 12, 16\] of float64 .* and dim 1 of \[b, 6, 16\]"),
+        ("beside", ""),
+        ("added", r"its mask \[b, 1, 1, 18\] of float64 made at .*:\d+ is not one of keys alone; a mask of bool, "),
+        ("pairs", r"ranks would have parts of dim 3 of \[b, 1, 1, 18\] of bool .* and dim 2 of \[b, 1, 18, 1\]"),
+    ],
+)
+def test_what_sees_an_order_is_refused_by_name(how: str, why: str) -> None:
+    """A causal mask over joined parts, values joined in another order than keys, a split beside the joint, masks."""
     graph = capture(*models.joint(4, 3, 6, how), models.square_error)
-    assert not graph.parts
-    with pytest.raises(PinError, match=r"cp=2: attention at .*joint_models.py:\d+ cannot be computed for a part"):
-        plan_program(graph, Cluster.local(2, "cpu"), {"cp": 2}, 2, 8)
+    assert not graph.parts and ModelGraph.from_json(graph.to_json()) == graph
+    with pytest.raises(PinError, match=rf"cp=2: of 18 tokens .* at .*:\d+ cannot be computed for a part.*: {why}"):
+        plan_program(graph, Cluster.local(2, "cpu"), {"cp": 2}, 2, 8, target_len=6 if how in models.MASKED else None)
+
+
+def test_a_model_without_tokens_says_so() -> None:
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(4, 3, 3, padding=1)
+    )
+    batch = {"input": torch.randn(2, 3, 8, 8), "target": torch.randn(2, 3, 8, 8)}
+    graph = capture(module, batch, models.square_error)
+    assert (context_obstacle(graph) or "").startswith(
+        "no input has a sequence of a length that may change, and no attention"
+    )
+    again = replace(graph, no_sequence="")
+    assert again.content_hash == graph.content_hash  # plans do not depend on it
 
 
 def test_tokens_that_cannot_be_shared_are_named() -> None:
@@ -124,7 +151,7 @@ def test_tokens_that_cannot_be_shared_are_named() -> None:
 @pytest.mark.parametrize(
     ("name", "method"),
     [("split", "gather"), ("sliced", "ring"), ("columns", "ulysses"), ("equal", "ring"), ("cross", "gather"),
-     ("frames", "ring")],
+     ("frames", "ring"), ("masked", "gather"), ("masked", "ring"), ("masked", "ulysses"), ("written", "gather")],
 )  # fmt: skip
 def test_ranks_that_share_tokens_compute_what_the_module_does(name: str, method: str) -> None:
     """Odd parts, too: nine tokens per rank of "split" and "columns"."""
@@ -134,10 +161,19 @@ def test_ranks_that_share_tokens_compute_what_the_module_does(name: str, method:
 
 
 @pytest.mark.processes
-def test_beside_tensor_parallelism() -> None:
-    program = program_of(graph_of("sliced"), 4, cp=2, tp=2)
+@pytest.mark.parametrize(("name", "method"), [("masked", "ulysses2xring2"), ("cross", "ulysses2xgather2")])
+def test_methods_of_two_axes(name: str, method: str) -> None:
+    """Four ranks: pairs of them exchange heads, and the pairs see each other's keys."""
+    program = program_of(graph_of(name), 4, cp=4, context_method=method)
+    assert error_of(name, program, 4) < 1e-9
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["sliced", "masked"])
+def test_beside_tensor_parallelism(name: str) -> None:
+    program = program_of(graph_of(name), 4, cp=2, tp=2)
     check_program(program.spec, program.sources)
-    assert error_of("sliced", program, 4) < 1e-9
+    assert error_of(name, program, 4) < 1e-9
 
 
 def output_job(rank: int, world: int, program: Program, made: Made) -> torch.Tensor:
@@ -165,6 +201,15 @@ def test_a_joint_that_is_ignored_is_seen() -> None:
     wrong = text.replace("((1, 6), (1, 12))", "((1, 18),)")
     assert text.count("((1, 6), (1, 12))") == 2  # cosines and sines
     assert error_of("split", Program(program.spec, {"stage0.py": wrong}), 2) > 1e-3
+
+
+@pytest.mark.processes
+def test_a_mask_of_other_tokens_is_seen() -> None:
+    """The same program with a mask whose part is that of other tokens of the text."""
+    program = program_of(graph_of("masked"), 2, cp=2, context_method="ring")
+    text = program.sources["stage0.py"]
+    wrong = text.replace("seen = own_part(seen, 'cp', 1, ((1, 8),))", "seen = own_part(seen, 'cp', 1, ((2, 4),))")
+    assert wrong != text and error_of("masked", Program(program.spec, {"stage0.py": wrong}), 2) > 1e-3
 
 
 def test_what_is_sent_is_priced() -> None:
@@ -236,6 +281,17 @@ def test_the_search_shares_long_sequences() -> None:
         global_batch_size=1, verify=False,
     )  # fmt: skip
     assert found.config.cp > 1, found
+
+
+def test_a_plan_of_two_axes_rehearses() -> None:
+    """Collectives, arithmetic and memory of one rank of four are the plan's, with a mask of keys."""
+    module, batch = models.joint(4, 4, 8, "masked")
+    example = {n: x.float() if x.is_floating_point() else x for n, x in batch.items()}
+    plan = autoplan.plan(
+        module.float(), "4xh100", example_inputs=example, loss_fn=models.square_error, global_batch_size=2,
+        pins={"cp": 4, "context_method": "ulysses2xring2"}, verify=False,
+    )  # fmt: skip
+    assert not autoplan.rehearse(plan, "3").differences
 
 
 def test_adapters_keep_the_parts() -> None:

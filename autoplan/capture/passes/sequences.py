@@ -30,30 +30,46 @@ _S = Expr.symbol("s")
 
 
 def with_sequence(graph: ModelGraph) -> ModelGraph:
-    """Return the graph with a sequence that ranks can share, or as it is if there is none or it has one."""
+    """Return the graph with a sequence that ranks can share, or with the reason why there is none.
+
+    A graph that has a sequence stays as it is.
+    """
     if any("s" in size.symbols for size in graph.factors.values()) or "s" in graph.bounds:
         return graph
-    for runs in _ways(graph):
-        found = _Rewrite(graph, runs).run()
-        if found is not None and context_obstacle(found) is None:
+    obstacles: list[str] = []
+    for tokens, way in _ways(graph):
+        found: ModelGraph | str = _Rewrite(graph, way).run() if not isinstance(way, str) else way
+        obstacle = found if isinstance(found, str) else context_obstacle(found)
+        if obstacle is None and not isinstance(found, str):
             check(found)
             return found.in_order()
-    return graph
+        obstacles.append(f"of {tokens} tokens that attend to each other: {obstacle}")
+    return replace(graph, no_sequence=obstacles[0] if obstacles else _NO_TOKENS)
 
 
-def _ways(graph: ModelGraph) -> Iterator[dict[str, Runs]]:
-    """Yield sets of factors that may be cut, with their runs; the most promising first."""
+_NO_TOKENS = (
+    "no input has a sequence of a length that may change, and no attention has a fixed number of keys that are its "
+    "queries, too"
+)
+
+
+def _ways(graph: ModelGraph) -> Iterator[tuple[int, dict[str, Runs] | str]]:
+    """Yield sets of factors that may be cut, with their runs, the most promising first.
+
+    Before each the number of tokens that attend to each other. A text in place of a set says why there is none.
+    """
     joints = list(_joints(graph))
-    for dim in _attended(graph):
+    for dim, tokens in _attended(graph).items():
         for name in _by_promise(dim, graph.factors):
             chosen = _closed(name, joints, graph.factors)
-            runs = None if chosen is None else _with_runs(chosen, joints, graph.factors)
-            if runs is not None:
-                yield runs
+            if isinstance(chosen, str):
+                yield tokens, chosen
+            else:
+                yield tokens, _with_runs(chosen, joints, graph.factors)
 
 
-def _attended(graph: ModelGraph) -> list[Dim]:
-    """Return the dims of queries that attend to as many keys, the longest first."""
+def _attended(graph: ModelGraph) -> dict[Dim, int]:
+    """Return the dims of queries that attend to as many keys, with their number, the longest first."""
     found = dict[Dim, int]()
     for block in graph.blocks.values():
         for node in block.nodes:
@@ -62,7 +78,7 @@ def _attended(graph: ModelGraph) -> list[Dim]:
                 size = query.shape[2].value
                 if query.dims is not None and size and size == key.shape[2].value:
                     found[query.dims[2]] = size
-    return sorted(found, key=lambda dim: -found[dim])
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _by_promise(dim: Dim, factors: Mapping[str, Expr]) -> list[str]:
@@ -73,26 +89,32 @@ def _by_promise(dim: Dim, factors: Mapping[str, Expr]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Joint:
-    """A dim, and its pieces in order; of a slice one piece, which says nothing about the whole."""
+    """A dim, and its pieces in order; of a slice one piece, which says nothing about the whole.
+
+    Attributes:
+        source: the line of the model.
+    """
 
     whole: Dim
     pieces: tuple[Dim, ...]
     complete: bool
+    source: str
 
 
 def _joints(graph: ModelGraph) -> Iterator[_Joint]:
-    for block in graph.blocks.values():
+    free = graph.free_calls()  # what they join is whole, and ranks take parts of it later
+    for block in (graph.blocks[name] for name in dict.fromkeys(c.block for c in graph.calls if c.name not in free)):
         for node in block.nodes:
             found = joint(node, block)
             if found is not None:
-                yield _Joint(found[0], tuple(found[1]), True)
+                yield _Joint(found[0], tuple(found[1]), True, node.source)
             part = sliced(node, block)
             if part is not None:
-                yield _Joint(part[0], (part[1],), False)
+                yield _Joint(part[0], (part[1],), False, node.source)
 
 
-def _closed(name: str, joints: Sequence[_Joint], factors: Mapping[str, Expr]) -> frozenset[str] | None:
-    """Return the factor with all that are cut if it is, or None if one of them cannot be."""
+def _closed(name: str, joints: Sequence[_Joint], factors: Mapping[str, Expr]) -> frozenset[str] | str:
+    """Return the factor with all that are cut if it is, or why one of them cannot be."""
     chosen, grows = {name}, True
     while grows:
         grows = False
@@ -104,15 +126,16 @@ def _closed(name: str, joints: Sequence[_Joint], factors: Mapping[str, Expr]) ->
                 if not chosen.isdisjoint(dim):
                     continue
                 options = _by_promise(dim, factors)
-                if not options:  # one token more, as that of a class
-                    return None
+                if not options:
+                    what = "joined with" if each.complete else "sliced to"
+                    return f"they are {what} a single token, as that of a class, at {each.source}"
                 chosen.add(options[0])
                 grows = True
     return frozenset(chosen)
 
 
-def _with_runs(chosen: frozenset[str], joints: Sequence[_Joint], factors: Mapping[str, Expr]) -> dict[str, Runs] | None:
-    """Return the runs of every factor that is cut; None if one is joined in two ways."""
+def _with_runs(chosen: frozenset[str], joints: Sequence[_Joint], factors: Mapping[str, Expr]) -> dict[str, Runs] | str:
+    """Return the runs of every factor that is cut, or why one has none."""
     out: dict[str, Runs] = {name: ((1, factors[name].value or 0),) for name in chosen}
     for _ in joints:  # what is joined may be joined again
         before = dict(out)
@@ -123,8 +146,11 @@ def _with_runs(chosen: frozenset[str], joints: Sequence[_Joint], factors: Mappin
             out[each.whole[0]] = in_short([run for piece in pieces if piece is not None for run in piece])
         if out == before:
             break
-    sizes = all(num_tokens(runs) == factors[name].value for name, runs in out.items())
-    return out if sizes else None
+    for each in joints:
+        joined = each.whole[0] if each.complete and len(each.whole) == 1 else ""
+        if joined in chosen and num_tokens(out[joined]) != factors[joined].value:
+            return f"what is joined at {each.source} has parts that do not add up"
+    return out
 
 
 @dataclass
@@ -141,15 +167,17 @@ class _Rewrite:
         for name, runs in self.parts.items():
             self.factors[name] = _S * (num_tokens(runs) // self.length)
 
-    def run(self) -> ModelGraph | None:
-        """Return the graph, or None if no input has the length, or a block makes both whole sequences and parts."""
+    def run(self) -> ModelGraph | str:
+        """Return the graph, or why there is none: no input has the length, or a block makes both wholes and parts."""
         graph, free = self.graph, self.graph.free_calls()
         kinds: dict[str, set[bool]] = {}
         for call in graph.calls:
             kinds.setdefault(call.block, set()).add(call.name in free)
-        shared = any(len(kinds.get(n, ())) > 1 and self._is_cut(b) for n, b in graph.blocks.items())
-        if shared or not any(self._cut(graph.values[name].dims) for name in graph.inputs):
-            return None
+        shared = [n for n, b in graph.blocks.items() if len(kinds.get(n, ())) > 1 and self._is_cut(b)]
+        if shared:
+            return f"block {shared[0]} makes both tables of all tokens and parts of them"
+        if not any(self._cut(graph.values[name].dims) for name in graph.inputs):
+            return f"no input has them: {', '.join(graph.inputs)}"
         blocks = {n: self._block(b, is_free=True in kinds.get(n, ())) for n, b in graph.blocks.items()}
         return replace(
             graph,
@@ -213,10 +241,10 @@ class _Rewrite:
                 take(name, "")
         for node in block.nodes:
             given = [taken.get(name, name) for name in node.tensor_inputs]
-            node = replace(node, inputs=tuple(n if n is None else taken.get(n, n) for n in node.inputs))
-            nodes.append(self._sliced(node, block))
+            inputs = tuple(n if n is None else taken.get(n, n) for n in node.inputs)
+            nodes.append(replace(self._sliced(node, block), inputs=inputs))
             cut = any(self._cut(values[name].dims) for name in given)
-            if not is_free and not cut and not op_has(node.op, Trait.FILLS):
+            if not cut and not op_has(node.op, Trait.FILLS):
                 for name in node.outputs:
                     if self._cut(block.values[name].dims):
                         take(name, node.source)
