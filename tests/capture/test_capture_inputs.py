@@ -152,6 +152,16 @@ def test_a_loss_fn_that_returns_no_loss() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_a_loss_of_every_sample_and_an_input_that_the_batch_lacks() -> None:
+    example = {"input": torch.randn(4, 3), "labels": torch.randn(4, 3)}
+    with pytest.raises(
+        CaptureError, match=r"loss_fn returned a loss of 1 dims; the loss is a scalar, such as its mean"
+    ):
+        capture(nn.Linear(3, 3), example, lambda out, batch: (out - batch["labels"]).square().sum(-1))
+    with pytest.raises(CaptureError, match=r"KeyError: 'target'; the batch has input, labels"):
+        capture(nn.Linear(3, 3), example, lambda out, batch: (out - batch["target"]).square().mean())
+
+
 def test_an_optimizer_that_is_no_factory() -> None:
     model, batch = Open(), {"x": torch.zeros(2, 4, DIM)}
     made = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -286,7 +286,9 @@ def _refined(wrapper: LossModule, shapes: dict[str, Any], exc: Exception, places
             raise CaptureError(
                 f"{type(wrapper.model).__name__} works for one batch size only "
                 f"({next(iter(places), '') or _place_of(exc)}it fixes dim 0 to {mine[0]}): Python makes the size "
-                "of the batch a number, as float(), int(), range() and a comparison do; compute with x.shape[0] itself"
+                "of the batch a number, as float(), int(), range() and a comparison do, or samples are grouped by a "
+                "number (x.view(-1, 2)); compute with x.shape[0] itself, and give what groups need as inputs or along "
+                "another dim"
             ) from exc
     out: dict[str, Any] = refined
     return out
@@ -322,6 +324,8 @@ def _said(exc: BaseException) -> str:
             "the forward needs the other processes of a job (torch.distributed), and a program computes what one "
             "process computes: leave this out where `torch.distributed.is_initialized()` is False, as in the capture"
         )
+    if isinstance(exc, KeyError):
+        return f"KeyError: {', '.join(map(str, exc.args))}"
     text = _ADVICE.split(str(exc), maxsplit=1)[0].strip()
     if any("/numpy/" in frame.filename for frame in traceback.extract_tb(exc.__traceback__)):
         return (
