@@ -148,7 +148,7 @@ class Batches:
             return problem
         if not batches:
             return "step() was given no batch"
-        if (problem := _of_inference(batches)) is not None:
+        if (problem := _of_inference(batches) or self._asks_gradient(batches)) is not None:
             return problem
         shapes = _shapes_of(batches)
         if shapes is None or shapes != self._fits:
@@ -157,6 +157,23 @@ class Batches:
                 return found
             self._fits = shapes
         return next((text for batch in batches if (text := self._indices(batch)) is not None), None)
+
+    def _asks_gradient(self, batches: Sequence[Any]) -> str | None:
+        """Return which input requires a gradient where ranks share the work on a sample; None if there is none.
+
+        Under data parallelism alone it gets its gradient, that of the loss of the whole batch. Other ranks would have
+        a part of it each, or none.
+        """
+        if self._mesh.world_size == self._mesh.size("dp"):
+            return None
+        for name, x in (entry for batch in batches if isinstance(batch, Mapping) for entry in batch.items()):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                return (
+                    f"{name} requires a gradient, and the ranks that share a sample would have parts of it: detach() "
+                    "it, put the module that makes it into the model, or split the batch alone, "
+                    "pins={'tp': 1, 'pp': 1, 'cp': 1}"
+                )
+        return None
 
     def _problem(self, batches: Sequence[Any]) -> str | None:
         if len(batches) > 1 and self._spec.one_part:

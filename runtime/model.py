@@ -238,10 +238,9 @@ class ParallelModel(StateMethods):
             )
             return factory(made)
 
-        def updates() -> torch.optim.Optimizer:
-            return on_local_shards(make, [self._held(p) for _, p in trained], apart=not self._state.whole_here)
-
-        optimizer = updates() if self._alone is not None else own_error_everywhere(updates, "optimizer", self.device)
+        held = [self._held(p) for _, p in trained]
+        made = functools.partial(on_local_shards, make, held, apart=not self._state.whole_here)
+        optimizer = made() if self._alone is not None else own_error_everywhere(made, "optimizer", self.device)
         shown = [self._state.shown(s, p) for s, p in trained]
         show_states(optimizer, list(zip(given, shown, strict=bool(trained))))
         self._updated = [(s.name, local, whole) for (s, _), local, whole in zip(trained, given, shown, strict=False)]

@@ -94,6 +94,27 @@ def warned_of(rank: int, world: int, pins: dict[str, Any]) -> list[str]:
     return [str(warning.message) for warning in caught if warning.category is UserWarning]
 
 
+def asked(rank: int, world: int, pins: dict[str, Any]) -> str:
+    """What a step says of a batch that requires a gradient."""
+    x = torch.randn(4, TOKENS, dtype=torch.float64)
+    mixed = nn.Sequential(nn.Linear(TOKENS, 16), nn.Tanh(), nn.Linear(16, TOKENS)).double()
+    sums = autoplan.parallelize(
+        mixed,
+        "local",
+        example_inputs={"input": x},
+        loss_fn=lambda out, batch: out.square().mean(),
+        global_batch_size=4 * pins.get("dp", 1),
+        pins={"tp": 1, "pp": 1, "dp": 1, **pins},
+        verify=False,
+    )
+    asks = {"input": x.clone().requires_grad_()}
+    try:
+        sums.step(asks)
+        return "accepted"
+    except ValueError as error:
+        return str(error)
+
+
 def outside(rank: int, world: int, pins: dict[str, Any]) -> tuple[list[str], list[float]]:
     """Errors of tokens and labels outside of their tables, and losses of good batches, the last one with a label that
     is ignored."""

@@ -44,6 +44,14 @@ def test_numbers_outside_of_a_table_are_refused_by_the_name_of_their_input() -> 
         assert len(losses) == 2 and min(losses) > 0
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("pins", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_a_gradient_of_an_input(pins: dict[str, int]) -> None:
+    """Ranks of tp would have parts of it, without an error; data-parallel ranks have it."""
+    wanted = "accepted" if "dp" in pins else "input requires a gradient, and the ranks that share a sample would have"
+    assert all(said.startswith(wanted) for said in pool(2).run(script_jobs.asked, pins))
+
+
 @pytest.mark.usefixtures("one_process")
 def test_steps_in_the_closure_of_an_update_are_no_second_step() -> None:
     pm = script_jobs.program({}, functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3))

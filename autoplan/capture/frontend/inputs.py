@@ -19,6 +19,7 @@ from autoplan.errors import CaptureError
 from autoplan.ir.graph import of_the_batch
 
 _TAKEN = ("self", "rng")  # of the methods of a stage, which is called with inputs by name
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 LossFn = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
@@ -26,6 +27,12 @@ def check_arguments(model: Any, example_inputs: Any, loss_fn: Any) -> None:
     """Raise CaptureError unless these are a module, a mapping from names to tensors, and a function or None."""
     if not isinstance(model, nn.Module):
         raise CaptureError(f"the model is of type {type(model).__name__}, not an nn.Module")
+    if isinstance(without_compile(model), _WRAPPERS):
+        kind = type(without_compile(model)).__name__
+        raise CaptureError(
+            f"the model is wrapped in {kind}, which runs it on several devices itself; give the model inside it, "
+            "model.module"
+        )
     if not isinstance(example_inputs, Mapping):
         raise CaptureError(
             f"example_inputs is of type {type(example_inputs).__name__}; it must map names to tensors [batch, ...]"
