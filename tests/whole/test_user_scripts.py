@@ -10,6 +10,8 @@ import script_jobs
 import torch
 from harness import pool
 
+from autoplan.runtime.shards import ForeignUseError
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
 
@@ -63,3 +65,12 @@ def test_steps_in_the_closure_of_an_update_are_no_second_step() -> None:
         pm.step(script_jobs.batch_of(4))
     with pytest.warns(UserWarning, match="a second step without an update"):
         pm.step(script_jobs.batch_of(4))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_state_of_another_optimizer_is_refused_with_what_to_load() -> None:
+    pm = script_jobs.program({}, script_jobs.sgd)
+    assert pm.optimizer is not None
+    other = script_jobs.sgd([torch.nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ForeignUseError, match=r"has 1 parameters, and this rank 9: pm\.optimizer takes what"):
+        pm.optimizer.load_state_dict(other.state_dict())

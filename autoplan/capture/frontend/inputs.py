@@ -19,7 +19,11 @@ from autoplan.errors import CaptureError
 from autoplan.ir.graph import of_the_batch
 
 _TAKEN = ("self", "rng")  # of the methods of a stage, which is called with inputs by name
-_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+# Wrappers of other ways to train on several devices, with their package: one that is not installed is none.
+_WRAPPERS = frozenset(
+    "torch.DataParallel torch.DistributedDataParallel torch.FullyShardedDataParallel lightning._FabricModule "
+    "lightning_fabric._FabricModule deepspeed.DeepSpeedEngine".split()
+)
 LossFn = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
@@ -27,11 +31,11 @@ def check_arguments(model: Any, example_inputs: Any, loss_fn: Any) -> None:
     """Raise CaptureError unless these are a module, a mapping from names to tensors, and a function or None."""
     if not isinstance(model, nn.Module):
         raise CaptureError(f"the model is of type {type(model).__name__}, not an nn.Module")
-    if isinstance(without_compile(model), _WRAPPERS):
-        kind = type(without_compile(model)).__name__
+    kinds = type(without_compile(model)).__mro__
+    if not _WRAPPERS.isdisjoint(f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in kinds):
         raise CaptureError(
-            f"the model is wrapped in {kind}, which runs it on several devices itself; give the model inside it, "
-            "model.module"
+            f"the model is wrapped in {kinds[0].__name__}, which runs it on several devices itself; give the model "
+            "inside it, model.module"
         )
     if not isinstance(example_inputs, Mapping):
         raise CaptureError(
