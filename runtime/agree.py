@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 
 _MOST_TEXTS = 4  # different problems that one message lists
 
@@ -95,6 +96,30 @@ def agreed(error: E) -> E:
     """Mark an exception of any class as one that every rank raises alike, so that `guard` lets it pass; return it."""
     error.__dict__[_MARK] = True
     return error
+
+
+def own_error_everywhere(make: Callable[[], T], what: str, device: torch.device | str) -> T:
+    """Return `make()`, a function that the caller of a public call gave; a collective over all ranks.
+
+    An error of it ends the call on all ranks, after which the job can go on: ranks where it was raised raise it as it
+    is, the others an AgreedValueError that quotes it.
+
+    Args:
+        what: the argument that holds the function.
+    """
+    made, own = None, None
+    try:
+        made = make()
+    except Exception as exc:  # whatever a function of the caller's raises is the caller's to see
+        own = exc
+    try:
+        agree(None if own is None else f"{what}: {type(own).__name__}: {own}", device)
+    except AgreedValueError:
+        if own is None:
+            raise
+    if own is not None:
+        raise agreed(own)
+    return cast(T, made)
 
 
 def is_agreed(error: BaseException) -> bool:

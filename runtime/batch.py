@@ -148,15 +148,32 @@ class Batches:
             return problem
         if not batches:
             return "step() was given no batch"
-        if (problem := _of_inference(batches)) is not None:
+        if (problem := _of_inference(batches) or self._asks_gradient(batches)) is not None:
             return problem
         shapes = _shapes_of(batches)
-        if shapes is not None and shapes == self._fits:
-            return None
-        found = self._problem(batches)
-        if found is None:
+        if shapes is None or shapes != self._fits:
+            found = self._problem(batches)
+            if found is not None:
+                return found
             self._fits = shapes
-        return found
+        return next((text for batch in batches if (text := self._indices(batch)) is not None), None)
+
+    def _asks_gradient(self, batches: Sequence[Any]) -> str | None:
+        """Return which input requires a gradient where ranks share the work on a sample; None if there is none.
+
+        Under data parallelism alone it gets its gradient, that of the loss of the whole batch. Other ranks would have
+        a part of it each, or none.
+        """
+        if self._mesh.world_size == self._mesh.size("dp"):
+            return None
+        for name, x in (entry for batch in batches if isinstance(batch, Mapping) for entry in batch.items()):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                return (
+                    f"{name} requires a gradient, and the ranks that share a sample would have parts of it: detach() "
+                    "it, put the module that makes it into the model, or split the batch alone, "
+                    "pins={'tp': 1, 'pp': 1, 'cp': 1}"
+                )
+        return None
 
     def _problem(self, batches: Sequence[Any]) -> str | None:
         if len(batches) > 1 and self._spec.one_part:
@@ -179,7 +196,7 @@ class Batches:
         if found is None and num is not None:
             total = self._length(batch)
             found = self._shapes(batch, {total // num, -(-total // num)})
-        return found
+        return self._indices(batch) if found is None else found
 
     def num_parts(self, batch: Any, problem: str | None) -> int:
         """Agree with all ranks on the number of parts of an evaluation: that of a step, or fewer for few samples.
@@ -230,6 +247,30 @@ class Batches:
             return f"the tensors of the batch have different batch sizes: {sizes}"
         if total == 0:
             return f"{_NO_SAMPLES}; give {self._num} or a multiple"
+        return None
+
+    def _indices(self, batch: Mapping[str, torch.Tensor]) -> str | None:
+        """Return which number of an input is outside of its table or classes; None if none is, or a GPU has it.
+
+        To look there would make the host wait; what PyTorch says on a GPU is an assertion of the device.
+        """
+        for limit in self._spec.index_limits if self._given is None else ():
+            x = batch[limit.input]
+            if x.device.type != "cpu" or not x.numel():
+                continue
+            low, high = torch.aminmax(x)
+            if int(low) >= 0 and int(high) < limit.size:
+                continue
+            wrong = (x < 0) | (x >= limit.size)
+            if limit.ignored is not None:
+                wrong &= x != limit.ignored
+            if wrong.any():
+                where = tuple(torch.nonzero(wrong)[0].tolist())
+                besides = "" if limit.ignored is None else f", or {limit.ignored} to ignore one"
+                return (
+                    f"{limit.input} has {int(x[where])} at {list(where)}, but {limit.of}: give 0 to "
+                    f"{limit.size - 1}{besides}"
+                )
         return None
 
     def _divides(self, batch: Mapping[str, torch.Tensor]) -> str | None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.files import write_whole
+from autoplan.runtime.agree import own_error_everywhere
 from autoplan.runtime.alone import LoneRank
 from autoplan.runtime.async_tp import hides_behind_pieces, largest_product
 from autoplan.runtime.batch import Batches
@@ -237,7 +238,9 @@ class ParallelModel(StateMethods):
             )
             return factory(made)
 
-        optimizer = on_local_shards(make, [self._held(p) for _, p in trained], apart=not self._state.whole_here)
+        held = [self._held(p) for _, p in trained]
+        made = functools.partial(on_local_shards, make, held, apart=not self._state.whole_here)
+        optimizer = made() if self._alone is not None else own_error_everywhere(made, "optimizer", self.device)
         shown = [self._state.shown(s, p) for s, p in trained]
         show_states(optimizer, list(zip(given, shown, strict=bool(trained))))
         self._updated = [(s.name, local, whole) for (s, _), local, whole in zip(trained, given, shown, strict=False)]

@@ -184,8 +184,9 @@ class DroppedGradients:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._pending = self._said = self._between = False
-        optimizer.register_step_pre_hook(lambda *_: self.ended())
+        self._pending = self._said = self._between = self._updating = False
+        optimizer.register_step_pre_hook(lambda *_: self._update(True))
+        optimizer.register_step_post_hook(lambda *_: self._update(False))
         zero_grad = optimizer.zero_grad
 
         @functools.wraps(zero_grad)
@@ -194,6 +195,11 @@ class DroppedGradients:
             zero_grad(*args, **kwargs)
 
         optimizer.zero_grad = dropped  # type: ignore[method-assign]
+
+    def _update(self, begins: bool) -> None:
+        """Record that an update begins or ends. One with a closure (LBFGS) makes steps, and uses their gradients."""
+        self._updating = begins
+        self.ended()
 
     def used(self) -> None:
         """Record that somebody read or used the gradients."""
@@ -205,7 +211,7 @@ class DroppedGradients:
 
     def begin(self) -> None:
         """Begin a step, which drops the gradients of the step before. One that fails makes none: `made` says so."""
-        if self._pending and not self._said:
+        if self._pending and not self._said and not self._updating:
             self._said = True
             _warn(
                 "a second step without an update: step drops the gradients of the step before. To accumulate "

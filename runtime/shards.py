@@ -345,6 +345,12 @@ def _hand_over(shard: ParameterShard) -> None:
         local_of(shard.source.grad).add_(mine.to_local())  # type: ignore[arg-type]  # there is one
 
 
+_SAME_PLAN = (
+    "pm.optimizer takes what pm.optimizer.state_dict() gave under the same plan; pm.save_checkpoint and "
+    "pm.load_checkpoint go from one plan to another"
+)
+
+
 def show_states(optimizer: torch.optim.Optimizer, shown: Sequence[tuple[torch.Tensor, nn.Parameter]]) -> None:
     """Let `optimizer.state_dict()` hold shards of the whole moments, and `load_state_dict` accept them.
 
@@ -373,7 +379,9 @@ def show_states(optimizer: torch.optim.Optimizer, shown: Sequence[tuple[torch.Te
         params = _parameters(optimizer)
         numbers = [n for group in state["param_groups"] for n in group["params"]]
         if len(numbers) != len(params):
-            return state  # which torch refuses
+            raise ForeignUseError(
+                f"the state of the optimizer has {len(numbers)} parameters, and this rank {len(params)}: {_SAME_PLAN}"
+            )
         of_number = dict(zip(numbers, params, strict=True))
         local = {
             number: {key: _own_part(key, value, of_number.get(number), by_id) for key, value in values.items()}
@@ -406,8 +414,7 @@ def _own_part(key: str, value: Any, local: torch.Tensor | None, by_id: Mapping[i
     if not fits:
         raise ForeignUseError(
             f"the state of the optimizer has for {whole.origin.name} {key} of {_form_of(value)}, and the program "
-            f"{_form_of(whole)}: pm.optimizer takes what pm.optimizer.state_dict() gave under the same plan; "
-            "pm.save_checkpoint and pm.load_checkpoint go from one plan to another"
+            f"{_form_of(whole)}: {_SAME_PLAN}"
         )
     return local_of(value)
 

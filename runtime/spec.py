@@ -164,6 +164,15 @@ class SizeBound(NamedTuple):
     high: int | None
 
 
+class IndexLimit(NamedTuple):
+    """An input whose numbers are 0 to `size` - 1, or `ignored`. `of`: whose size that is, in words."""
+
+    input: str
+    size: int
+    ignored: int | None
+    of: str
+
+
 @dataclass(frozen=True)
 class OutputSpec:
     """A tensor that the model returns besides the loss.
@@ -238,6 +247,7 @@ class ProgramSpec:
     no_evaluation: str = ""  # why there is none although it would be something else
     draws: bool = True  # it draws random numbers: its stages read `rng`
     sequence_chunks: int = 2  # that a rank of context parallelism has; 1: an equal part of every run
+    index_limits: tuple[IndexLimit, ...] = ()  # inputs that are rows of tables or classes
     draws_counts: bool = False  # what the loss counts depends on random numbers: `count` of its stages takes `rng`
 
     @property
@@ -292,7 +302,8 @@ def _stage(data: dict[str, Any]) -> StageSpec:
 
 
 def _program(data: dict[str, Any]) -> ProgramSpec:
-    own = "schedule stages tied ledger outputs sizes_from bounds loss_count more_loss_counts evaluation".split()
+    own = "schedule stages tied ledger outputs sizes_from bounds index_limits loss_count more_loss_counts".split()
+    own += ["evaluation"]
     return ProgramSpec(
         **_plain(data, *own),
         loss_count=LossUnit(data["loss_count"]),
@@ -303,6 +314,7 @@ def _program(data: dict[str, Any]) -> ProgramSpec:
         ledger=tuple(LedgerEntry(**_plain(e)) for e in data["ledger"]),
         sizes_from=tuple(SizeSource(*size) for size in data["sizes_from"]),
         bounds=tuple(SizeBound(*bound) for bound in data.get("bounds", ())),
+        index_limits=tuple(IndexLimit(*limit) for limit in data.get("index_limits", ())),
         outputs=tuple(OutputSpec(**_sharded(o)) for o in data.get("outputs", ())),
         evaluation=_program(data["evaluation"]) if data.get("evaluation") else None,
     )

@@ -26,6 +26,8 @@ gloo a reduction is an exchange and a sum (`exchange`).
 """
 
 import enum
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -480,6 +482,8 @@ def _shard(
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     usual = MixedPrecisionPolicy(cast_forward_inputs=False)
     policy_of = {name: policies.get(name, usual) for name in blocks}
+    for block in blocks.values():
+        _may_return_views(block)
     for names in messages(blocks, policy_of, 0 if zero is ZeroStage.PARAMETERS else bucket_bytes):
         first = blocks[names[0]]
         gathered = getattr(first, "gathered", "again") if zero is ZeroStage.PARAMETERS else "keep"
@@ -508,6 +512,16 @@ def _shard(
         reduce_by_exchange(stage)
     _prefetch_in_block_order(list(blocks.values()))
     return root
+
+
+def _may_return_views(block: nn.Module) -> None:
+    """Leave out FSDP's warning that modules of this class return views, which an in-place operation would break.
+
+    Emitted text changes no tensor that a block returned or was given (the capture makes such operations new tensors),
+    and users, who cannot change that text, could do nothing about it. Other modules of the process keep the warning.
+    """
+    name = re.escape(f"FSDP{type(block).__name__}")
+    warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \((.*, )?{name}(, .*)?\) returned a view", UserWarning)
 
 
 def messages(

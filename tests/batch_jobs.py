@@ -34,6 +34,7 @@ FAULTS: dict[str, Callable[[Batch], Any]] = {
     "nothing": lambda b: {n: x[:0] for n, x in b.items()},
     "unlike its peers": lambda b: {**b, "input_ids": b["input_ids"].flip(0)},
     "another length than its peers": lambda b: _other_length(b, 8),
+    "row": lambda b: {**b, "input_ids": b["input_ids"].clone().fill_(-7)},
     "no_grad": lambda b: b,
 }
 

@@ -152,6 +152,38 @@ def test_a_loss_fn_that_returns_no_loss() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_a_loss_of_every_sample_and_an_input_that_the_batch_lacks() -> None:
+    example = {"input": torch.randn(4, 3), "labels": torch.randn(4, 3)}
+    with pytest.raises(
+        CaptureError, match=r"loss_fn returned a loss of 1 dims; the loss is a scalar, such as its mean"
+    ):
+        capture(nn.Linear(3, 3), example, lambda out, batch: (out - batch["labels"]).square().sum(-1))
+    with pytest.raises(CaptureError, match=r"KeyError: 'target'; the batch has input, labels"):
+        capture(nn.Linear(3, 3), example, lambda out, batch: (out - batch["target"]).square().mean())
+
+
+def test_a_model_that_is_wrapped_for_several_devices() -> None:
+    with pytest.raises(CaptureError, match=r"wrapped in DataParallel, .* give the model inside it, model\.module"):
+        capture(nn.DataParallel(nn.Linear(3, 3)), {"input": torch.randn(4, 3)}, lambda out, batch: out.mean())
+
+
+def test_samples_that_there_may_not_be(capfd: pytest.CaptureFixture[str]) -> None:
+    """The largest losses of a batch, and what torch finds for some numbers of samples only; no page of torch beside."""
+    example = {"input": torch.randn(8, 3), "labels": torch.randn(8, 3)}
+
+    def hardest(out: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (out - batch["labels"]).square().sum(-1).topk(4).values.mean()
+
+    def read(out: torch.Tensor, batch: Any) -> torch.Tensor:
+        return out.square().mean() * (2.0 if out.sum().item() > 0 else 1.0)
+
+    with pytest.raises(CaptureError, match="topk takes more samples than a micro-batch may have"):
+        capture(nn.Linear(3, 3), example, hardest)
+    with pytest.raises(CaptureError, match="Python reads the value of a tensor here"):
+        capture(nn.Linear(3, 3), example, read)
+    assert capfd.readouterr().err == ""
+
+
 def test_an_optimizer_that_is_no_factory() -> None:
     model, batch = Open(), {"x": torch.zeros(2, 4, DIM)}
     made = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -35,3 +35,30 @@ def test_a_batch_that_is_split_by_its_size_is_any_batch(named: bool) -> None:
     graph = capture(model, example, square)
     assert verify_whole(VerifyTask(model, graph, example, square), limit_s=60.0).done
     assert ModelFacts(graph).batch_obstacle is None
+
+
+class Pairs(nn.Module):
+    """Answers of two inputs in one forward, as preference losses (DPO) run it, taken apart in one of three ways."""
+
+    def __init__(self, apart: str) -> None:
+        super().__init__()
+        self.body, self.apart = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), apart
+
+    def forward(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        both, num = self.body(torch.cat([chosen, rejected])), chosen.shape[0]
+        if self.apart == "slices":
+            first, last = both[:num], both[num:]
+        else:
+            first, last = both.chunk(2) if self.apart == "chunk" else both.split(rejected.shape[0])
+        out: torch.Tensor = first * last.exp() - first[:, 1:2]
+        return out
+
+
+@pytest.mark.parametrize("apart", ["slices", "chunk", "split"])
+def test_pairs_that_are_joined_and_taken_apart_are_any_batch(apart: str) -> None:
+    torch.manual_seed(0)
+    model, both = Pairs(apart).double(), normal(6, 8)(8, 0)["x"]
+    example = {"chosen": both[:4], "rejected": both[4:]}
+    graph = capture(model, example, square)
+    assert verify_whole(VerifyTask(model, graph, example, square), limit_s=60.0).done
+    assert ModelFacts(graph).batch_obstacle is None

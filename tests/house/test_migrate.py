@@ -78,6 +78,41 @@ def test_the_trainer_of_the_page_is_the_plain_one(tmp_path: Path) -> None:
     assert float(plain.rsplit("difference ", 1)[1]) < 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of transformers, since 5.23
+def test_the_trainer_of_the_page_uses_its_arguments_or_refuses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    page: dict[str, Any] = {}
+    exec(TRAINER.partition("\ndef accuracy")[0], page)
+    model = page["LlamaForCausalLM"](page["LlamaConfig"](vocab_size=8, hidden_size=32, num_hidden_layers=1))
+    given: list[dict[str, Any]] = []
+    made = types.SimpleNamespace(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    monkeypatch.setattr(page["autoplan"], "parallelize", lambda model, **how: given.append(how) or made)
+
+    def trainer(plan: dict[str, Any] | None = None, more: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        args = page["Arguments"](str(tmp_path), per_device_train_batch_size=2, use_cpu=True, report_to=[], **arguments)
+        rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 2
+        return page["AutoplanTrainer"](model=model, args=args, train_dataset=rows, plan=plan, **(more or {}))
+
+    trainer().create_optimizer()
+    trainer(gradient_checkpointing=True, torch_compile=True, torch_compile_backend="eager").create_optimizer()
+    trainer({"pins": {"tp": 2, "recompute": "mlp"}}, gradient_checkpointing=True).create_optimizer()
+    trainer({"plan": "plan.json"}, gradient_checkpointing=True).create_optimizer()
+    assert [how.get("pins") for how in given] == [None, {"recompute": "full"}, {"tp": 2, "recompute": "mlp"}, None]
+    assert [how["compile"] for how in given] == ["auto", "eager", "auto", "auto"]
+    for name, value in {
+        "save_total_limit": 2,
+        "neftune_noise_alpha": 5.0,
+        "torch_compile_mode": "reduce-overhead",
+        "gradient_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2},
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{name}(\['every_n_layers'\])?: not done here"):
+            trainer(**{name: value})
+    with pytest.raises(ValueError, match=r"^optimizers: not done here"):
+        trainer(more={"optimizers": (made.optimizer, None)})
+
+
 def test_a_lightning_checkpoint_holds_the_batches_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The module of the page with the hooks of Lightning, which need not be installed: a checkpoint between two
     accumulated batches goes on, on another number of ranks, as if there had been none."""

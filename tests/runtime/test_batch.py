@@ -24,6 +24,7 @@ SAYS = {
     "dims": "labels has shape (16,); this program takes 2 dims",
     "odd length": "a sequence of 15 tokens cannot be cut evenly over tp=2; nearest: 14 or 16",
     "nothing": "the batch has no samples; give 2 or a multiple",
+    "row": "input_ids has -7 at [0, 0], but model.embed_tokens.weight has 96 rows: give 0 to 95",
     "no_grad": "step() runs a backward; call it outside torch.no_grad() and torch.inference_mode()",
 }
 

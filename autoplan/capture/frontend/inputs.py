@@ -19,6 +19,11 @@ from autoplan.errors import CaptureError
 from autoplan.ir.graph import of_the_batch
 
 _TAKEN = ("self", "rng")  # of the methods of a stage, which is called with inputs by name
+# Wrappers of other ways to train on several devices, with their package: one that is not installed is none.
+_WRAPPERS = frozenset(
+    "torch.DataParallel torch.DistributedDataParallel torch.FullyShardedDataParallel lightning._FabricModule "
+    "lightning_fabric._FabricModule deepspeed.DeepSpeedEngine".split()
+)
 LossFn = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
@@ -26,6 +31,12 @@ def check_arguments(model: Any, example_inputs: Any, loss_fn: Any) -> None:
     """Raise CaptureError unless these are a module, a mapping from names to tensors, and a function or None."""
     if not isinstance(model, nn.Module):
         raise CaptureError(f"the model is of type {type(model).__name__}, not an nn.Module")
+    kinds = type(without_compile(model)).__mro__
+    if not _WRAPPERS.isdisjoint(f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in kinds):
+        raise CaptureError(
+            f"the model is wrapped in {kinds[0].__name__}, which runs it on several devices itself; give the model "
+            "inside it, model.module"
+        )
     if not isinstance(example_inputs, Mapping):
         raise CaptureError(
             f"example_inputs is of type {type(example_inputs).__name__}; it must map names to tensors [batch, ...]"
@@ -91,6 +102,8 @@ class _Recorded(dict[str, torch.Tensor]):
 
     def __getitem__(self, key: str) -> torch.Tensor:
         self._read.add(key)
+        if key not in self:
+            raise KeyError(f"{key!r}; the batch has {', '.join(super().keys())}")
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -120,6 +133,13 @@ class _Recorded(dict[str, torch.Tensor]):
     def copy(self) -> dict[str, torch.Tensor]:
         self._all()
         return super().copy()
+
+
+def _scalar(loss: torch.Tensor, where: str) -> torch.Tensor:
+    """Return a loss that is one number. Raises CaptureError for another, such as a loss of each sample."""
+    if any(not isinstance(size, int) or size != 1 for size in loss.shape):
+        raise CaptureError(f"{where} returned a loss of {loss.dim()} dims; the loss is a scalar, such as its mean()")
+    return loss
 
 
 def _only_number(out: Any) -> torch.Tensor | None:
@@ -204,7 +224,9 @@ class LossModule(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         """Return the scalar loss of one micro-batch."""
-        self._found.batch = tuple(t.shape[0] for t in tensors if t.dim())
+        self._found.batch = sizes = tuple(t.shape[0] for t in tensors if t.dim())
+        for size in sizes[1:]:  # one symbol in a trace: samples of several inputs may be joined, and taken apart again
+            torch._check(size == sizes[0])  # type: ignore[no-untyped-call]
         with self._held.replaced(), self.within():
             return self._loss(tensors)
 
@@ -223,7 +245,7 @@ class LossModule(nn.Module):
             given: Any = self._loss_fn(out, _Recorded(batch, self._read))
             if not isinstance(given, torch.Tensor):
                 raise CaptureError(f"loss_fn returned a {type(given).__name__}; return the loss alone, a scalar tensor")
-            return given
+            return _scalar(given, "loss_fn")
         loss = getattr(out, "loss", None)
         loss = out["loss"] if loss is None and isinstance(out, Mapping) and "loss" in out else loss
         loss = _only_number(out) if loss is None else loss
@@ -232,7 +254,7 @@ class LossModule(nn.Module):
                 f"{type(self.model).__name__} returned no loss; pass loss_fn=(outputs, batch) -> scalar, or labels in "
                 "example_inputs"
             )
-        return loss
+        return _scalar(loss, type(self.model).__name__)
 
     def batch(self) -> tuple[Any, ...]:
         """Return the number of samples of the last forward, as every input has it: symbols in a trace."""

@@ -44,8 +44,12 @@ _IS_A_BOUND = re.compile(
 _OF_A_LENGTH = re.compile(r"Constraints violated|must be \w+, not Sym(Bool|Int|Float)")
 _IN_MEMORY = 1 << 26  # bytes
 _MULTIPLE = re.compile(r"^Constraints violated \((\d+)\*_b\)")
+_FEW = "k not in range for dimension"
 _MOVED = "_apply(): Couldn't swap"
 _NO_GROUP = "Default process group has not been initialized"
+
+_LOGS = {"torch.fx.experimental.symbolic_shapes": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
+_BOUND = re.compile(r"Expected op to be '==', got \S+ for (.+)")
 
 # Where torch begins to say how to go on with torch.export.
 _ADVICE = re.compile(r"\n\s*(?:For more information, run with|The error above occurred when calling torch\.export)")
@@ -113,12 +117,10 @@ def export_symbolic(
     """
     dims, tensors = _dims(example_inputs, target_inputs(wrapper.model), wrapper.any_length, wrapper.samples)
     wrapper.with_results = True
-    quiet = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = quiet.level
-    quiet.setLevel(logging.ERROR)
     try:
-        program = _export_refining(wrapper, tensors, dims, tracer)
-        _drop_other_results(program, wrapper)
+        with _without_logs():
+            program = _export_refining(wrapper, tensors, dims, tracer)
+            _drop_other_results(program, wrapper)
     except CaptureError:
         raise
     except Exception as exc:
@@ -126,7 +128,6 @@ def export_symbolic(
         raise error(f"torch.export cannot capture {name}: {_place_of(exc)}{_said(exc)}") from exc
     finally:
         wrapper.with_results = False
-        quiet.setLevel(level)
     symbols: dict[str, str] = {}
     placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     for spec, mine in zip(_user_inputs(program), dims, strict=True):
@@ -142,6 +143,24 @@ def export_symbolic(
                 )
             symbols[str(expr)] = dim.__name__
     return program, symbols
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Leave out what torch logs and prints of an error before it raises it: pages, for one that is told in a sentence.
+
+    `print` in `torch.export._trace` writes the graph so far (tried on 2.13).
+    """
+    levels = {logging.getLogger(name): level for name, level in _LOGS.items()}
+    before = {logger: logger.level for logger in levels}
+    try:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        with patch.object(_trace, "print", lambda *args, **kwargs: None, create=True):
+            yield
+    finally:
+        for logger, level in before.items():
+            logger.setLevel(level)
 
 
 def _drop_other_results(program: torch.export.ExportedProgram, wrapper: LossModule) -> None:
@@ -286,7 +305,9 @@ def _refined(wrapper: LossModule, shapes: dict[str, Any], exc: Exception, places
             raise CaptureError(
                 f"{type(wrapper.model).__name__} works for one batch size only "
                 f"({next(iter(places), '') or _place_of(exc)}it fixes dim 0 to {mine[0]}): Python makes the size "
-                "of the batch a number, as float(), int(), range() and a comparison do; compute with x.shape[0] itself"
+                "of the batch a number, as float(), int(), range() and a comparison do, or samples are grouped by a "
+                "number (x.view(-1, 2)); compute with x.shape[0] itself, and give what groups need as inputs or along "
+                "another dim"
             ) from exc
     out: dict[str, Any] = refined
     return out
@@ -315,6 +336,16 @@ def _said(exc: BaseException) -> str:
             f"it takes batches of a multiple of {needed[1]} samples only, and micro-batches have any size; cut or join "
             "along another dim"
         )
+    if (bound := _BOUND.search(str(exc))) is not None:
+        return (
+            f"the forward holds for {bound[1]} only (b samples, sequences of s or t), and micro-batches have any size: "
+            "compute with sizes that hold for all, or leave this code out in training"
+        )
+    if _FEW in str(exc):
+        return (
+            "topk takes more samples than a micro-batch may have (few are traced); choose samples by a threshold or by "
+            "weights, or take the largest along another dim"
+        )
     if _MOVED in str(exc):
         return "the forward moves or casts a module; do that before, or cast the tensors that the module is given"
     if _NO_GROUP in str(exc):
@@ -322,6 +353,8 @@ def _said(exc: BaseException) -> str:
             "the forward needs the other processes of a job (torch.distributed), and a program computes what one "
             "process computes: leave this out where `torch.distributed.is_initialized()` is False, as in the capture"
         )
+    if isinstance(exc, KeyError):
+        return f"KeyError: {', '.join(map(str, exc.args))}"
     text = _ADVICE.split(str(exc), maxsplit=1)[0].strip()
     if any("/numpy/" in frame.filename for frame in traceback.extract_tb(exc.__traceback__)):
         return (
