@@ -71,13 +71,17 @@ def choose(
     if window or causal == "end":
         if not cuda or not half or masked or capability is None or capability < _FIRST_FLASH:
             return "masked"
-        everywhere = capability == (8, 0) or capability[0] in (9, 10)
-        return "flash" if max(sizes) <= (LARGEST_HEAD if everywhere else _LARGEST_ANYWHERE) else "masked"
+        return "flash" if max(sizes) <= _largest_head(capability) else "masked"
     if not cuda or not grouped or not (half or dtype == torch.float32):
         return "torch"
     too_old = capability is not None and capability < _FIRST_FLASH
     by_flash = half and not masked and sizes[0] == sizes[1] <= LARGEST_HEAD and (square or not causal) and not too_old
     return "torch" if by_flash else "repeated"
+
+
+def _largest_head(capability: tuple[int, int]) -> int:
+    everywhere = capability == (8, 0) or capability[0] in (9, 10)
+    return LARGEST_HEAD if everywhere else _LARGEST_ANYWHERE
 
 
 def choose_for(

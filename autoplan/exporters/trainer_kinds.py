@@ -199,8 +199,9 @@ _AXOLOTL_KERNELS = {
 }
 
 
-def _stated(values: Values, paths: Sequence[str]) -> bool:
-    return any(values.get(path) in (True, "true") for path in paths)
+def _axolotl_kernels(values: Values) -> Values:
+    stated = {name: any(values.get(p) in (True, "true") for p in paths) for name, paths in _AXOLOTL_KERNELS.items()}
+    return stated | {path: None for paths in _AXOLOTL_KERNELS.values() for path in paths}
 
 
 def _axolotl(values: Values) -> Values:
@@ -212,8 +213,7 @@ def _axolotl(values: Values) -> Values:
         out["gradient_checkpointing"] = True
     if values.get("flash_attention"):  # before attn_implementation
         out |= {"flash_attention": None, "attn_implementation": "flash_attention_2"}
-    out |= {name: _stated(values, paths) for name, paths in _AXOLOTL_KERNELS.items()}
-    out |= {path: None for paths in _AXOLOTL_KERNELS.values() for path in paths}
+    out |= _axolotl_kernels(values)
     if values.get("deepspeed") or any(path.startswith("deepspeed.") for path in values):
         return out | ({PRECISION: "fp8"} if wide else {})
     of_fsdp = [path for path in values if path.startswith("fsdp_config.")]

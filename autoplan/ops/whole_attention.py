@@ -36,19 +36,24 @@ def whole_attention(node: Node, inputs: Sequence[AxisType], block: Block, length
             return _of_whole_keys(node, inputs, values, block, length)
     if not all(cut) or (length and values[0].shape[2] != values[1].shape[2]):
         return _not_alike(values, cut, block, length)
-    if not length:
-        beside = tuple(kind for name, kind in _BESIDE_KEYS if node.attrs.get(name))
-        if tuple(inputs[3:]) == beside:
-            return None
-        mask = values[-1]
-        return (
-            f"its mask {described(mask, block, length)} is a tensor; is_causal, windows, packed documents and the "
-            "attention_mask [batch, tokens] of transformers work"
-        )
-    masks = list(zip(inputs[3:], values[3:], strict=True))
+    return _of_key_masks(node, inputs, values, block, length) if length else _of_order(node, inputs, values, block)
+
+
+def _of_order(node: Node, inputs: Sequence[AxisType], values: Sequence[Value], block: Block) -> str | None:
+    if tuple(inputs[3:]) == tuple(kind for name, kind in _BESIDE_KEYS if node.attrs.get(name)):
+        return None
+    return (
+        f"its mask {described(values[-1], block, 0)} is a tensor; is_causal, windows, packed documents and the "
+        "attention_mask [batch, tokens] of transformers work"
+    )
+
+
+def _of_key_masks(
+    node: Node, inputs: Sequence[AxisType], values: Sequence[Value], block: Block, length: int
+) -> str | None:
     if node.attrs.get("sinks"):
-        return None if [kind for kind, _ in masks] == [R] else "it has a mask beside its sinks"
-    for kind, mask in masks:
+        return None if list(inputs[3:]) == [R] else "it has a mask beside its sinks"
+    for kind, mask in zip(inputs[3:], values[3:], strict=True):
         if not shows_keys(mask, values[1]) or kind != shard(3, inputs[1].factor):
             return (
                 f"its mask {described(mask, block, length)} is not one of keys alone; a mask of bool, "

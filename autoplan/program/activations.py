@@ -371,7 +371,7 @@ class _Walk:
         for var, fact in zip(args, facts.inputs, strict=True):
             if not fact.requires_grad or (var in self.params and self._accumulates(op)):
                 continue
-            passes = rule.gradient is Gradient.PASS or (self.kernels.few_logits and var in self.logits)
+            passes = rule.gradient is Gradient.PASS or self._is_few(var)
             if op_kind(op.node.op) is OpKind.ELEMENTWISE and fact.num_elements != out.num_elements:
                 # the gradient has the size of the result and is summed to the size of the operand
                 passes = False
@@ -383,6 +383,9 @@ class _Walk:
     def _accumulates(self, op: Op) -> bool:
         """Return True if the operation adds the gradients of its weights to the gradient buffer itself."""
         return self.kernels.adds_gradients and bool(op_record(op.node.op).weights)
+
+    def _is_few(self, var: str) -> bool:
+        return self.kernels.few_logits and var in self.logits
 
     def _outputs(self, op: Op, rule: SavedRule, ins: list[StoredTensor], shapes: list[Ints]) -> list[StoredTensor]:
         known = op_record(op.node.op)
@@ -399,7 +402,7 @@ class _Walk:
             ]
         if rule.form is Form.DENSE:
             return [self.fresh(op.values[0], shapes[0], elementwise([(t.shape, t.strides) for t in ins], shapes[0]))]
-        if self.kernels.few_logits and known.kind is OpKind.PRODUCT and op.targets[0] in self.logits:
+        if known.kind is OpKind.PRODUCT and self._is_few(op.targets[0]):
             hidden = prod(ins[0].shape) * self.width(op.inputs[0])
             return [StoredTensor(self.new(hidden), shapes[0], contiguous(shapes[0]))]
         outs = [self.fresh(value, shape) for value, shape in zip(op.values, shapes, strict=True)]
@@ -408,11 +411,8 @@ class _Walk:
             # in memory, the CPU's kernel and Transformer Engine put heads inside the sequence; PyTorch's CUDA kernels
             # follow the queries
             inside = (s * h * d, d, h * d, 1)
-            strides = (
-                inside
-                if self.device_type == "cpu" or self.kernels.megatron
-                else elementwise([(ins[0].shape, ins[0].strides)], ins[0].shape)
-            )
+            own = self.device_type == "cpu" or self.kernels.megatron
+            strides = inside if own else elementwise([(ins[0].shape, ins[0].strides)], ins[0].shape)
             if strides != inside:
                 strides = contiguous(shapes[0])
             outs[0] = StoredTensor(outs[0].storage, shapes[0], strides)
