@@ -14,10 +14,12 @@ import pytest
 import yaml
 from configurations import BATCH, CLUSTER, graph_of, request
 
+from autoplan.config.adapters import read_adapters
 from autoplan.config.parallel import ParallelConfig
 from autoplan.errors import PinError
 from autoplan.exporters.door import ConfigFile, export_setup, read_config
 from autoplan.exporters.setup import Setup
+from autoplan.program.adapters import with_adapters
 
 # As examples/llm_benchmark/qwen/qwen3_moe_235b_te_deepep.yaml has them, on fewer devices
 PUBLIC: dict[str, Any] = {
@@ -171,8 +173,9 @@ def test_adapters_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adapters", ["lora:16:all-linear", "qlora:8:q_proj,v_proj", "lora:8"])
 def test_adapters_are_written_where_they_name_layers(adapters: str) -> None:
+    made = request("llama-3.1-8b", "automodel")
     setup = Setup.of(
-        replace(request("llama-3.1-8b", "automodel"), adapters=adapters),
+        replace(made, graph=with_adapters(made.graph, read_adapters(adapters)), adapters=adapters),
         ParallelConfig(dp=16, zero_stage=3, num_micro_batches=BATCH // 16),
     )
     export = export_setup(setup, "automodel")

@@ -397,7 +397,7 @@ def test_factors_that_cannot_be_named_are_refused() -> None:
 # The graph as text.
 
 
-OF_EVALUATION = ("evaluation", "no_evaluation")  # of a graph; plans do not depend on it
+NOT_OF_PLANS = ("evaluation", "no_evaluation", "no_sequence")  # of a graph
 
 
 def variants(obj: Any) -> Iterator[Any]:
@@ -422,7 +422,7 @@ def variants(obj: Any) -> Iterator[Any]:
             for new in variants(old):
                 yield (*obj[:i], new, *obj[i + 1 :])
     else:
-        for field in (each for each in dataclasses.fields(obj) if each.compare and each.name not in OF_EVALUATION):
+        for field in (each for each in dataclasses.fields(obj) if each.compare and each.name not in NOT_OF_PLANS):
             for new in variants(getattr(obj, field.name)):
                 yield replace(obj, **{field.name: new})
 
@@ -469,7 +469,8 @@ def test_the_hash_changes_when_anything_changes() -> None:
     # nor with the positions that a config names, which are a note for users
     assert replace(graph, positions=4096).content_hash == graph.content_hash
     # nor with the graph of its evaluation
-    assert replace(graph, evaluation=tiny(), no_evaluation="why").content_hash == graph.content_hash
+    more = replace(graph, evaluation=tiny(), no_evaluation="why", no_sequence="why")
+    assert more.content_hash == graph.content_hash
     kinds = [1, 1.0, True, "1", None, Expr.of(1)]
     one = graph.blocks["one"]
     seen = {

@@ -51,9 +51,12 @@ class CaptureParts(TorchFunctionMode):
 
 def _number_of(whole: Any, size: Any) -> int | None:
     """Return how many parts of a symbolic size a dim has, if that is a number for every size; else None."""
-    if not isinstance(size, torch.SymInt):
+    if not isinstance(size, torch.SymInt) or not isinstance(whole, torch.SymInt):
         return None
-    count = whole // size
+    try:
+        count = whole // size
+    except ZeroDivisionError:  # a size that may be 0 makes no parts
+        return None
     number = count if isinstance(count, int) else count.node.maybe_as_int()
     known = number is not None and statically_known_true(number * size == whole)
     return number if known else None
