@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +26,7 @@ import autoplan
 from autoplan.capture.export import capture
 from autoplan.capture.frontend.bound_code import bound_code, code_digest, package_root
 from autoplan.capture.frontend.cache import cached, capture_key
+from tests import models
 
 BATCH = models.token_batch(2, 16)
 MODEL = models.make_llama(num_hidden_layers=1)
