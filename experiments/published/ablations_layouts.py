@@ -434,7 +434,7 @@ def tensor_parallelism_costs_time_per_sequence_and_saves_memory() -> Rows:
         yield Ratio(other.peak_allocated_bytes.mid / base.peak_allocated_bytes.mid, memory_of / memory, key)
 
 
-@claim()
+@claim(because="the pipeline is priced 5 % too slow beside it; the cause is not known")
 def a_pipeline_of_2_against_tensor_parallelism_of_2() -> Rows:
     """SimuMax: 7.0464 s and 87.08 GiB with 2 stages, 6.6041 s and 81.59 GiB with tp 2."""
     piped, split = (priced(FOUR_LAYERS, 128, dp=4, **{name: 2}) for name in ("pp", "tp"))
