@@ -184,6 +184,9 @@ def _read_mode(document: Document, found: Values) -> Values:
     return {"mode": "compiled" if any(given) else "eager"}
 
 
+_LIGER = "use_liger_kernel"
+
+
 def _write_kernels(setup: Setup) -> Values:
     return {_LIGER: True} if setup.options.fused_loss is FusedLoss.LINEAR else {}
 
@@ -193,9 +196,6 @@ def _read_kernels(document: Document, found: Values) -> Values:
     whole = trl.value_of(document, _LIGER)
     loss = {"fused_loss": str(FusedLoss.LINEAR)} if whole or document.get(trainer_kinds.LINEAR_LOSS) else {}
     return loss | ({"fused_norms": True} if whole or document.get(trainer_kinds.FUSED_NORMS) else {})
-
-
-_LIGER = "use_liger_kernel"
 
 
 def _one_precision(document: Document, found: Values) -> str | None:

@@ -317,8 +317,8 @@ def _with_others(kind: str, families: Mapping[str, Any], devices: Mapping[str, A
 
     The timings of an RTX PRO 6000 (family rtx_blackwell) are aiconfigurator's, systems/data/rtx_pro_6000_server.
     """
-    stored_ = kernels.data(kind)
-    return {"families": {**stored_["families"], **families}, "devices": {**stored_["devices"], **devices}}
+    in_use = kernels.data(kind)
+    return {"families": {**in_use["families"], **families}, "devices": {**in_use["devices"], **devices}}
 
 
 def _round(x: float) -> float:
