@@ -158,7 +158,7 @@ def _qwen() -> Iterator[Run]:
 
 
 def _litgpt() -> Iterator[Run]:
-    like = "torch-eager@23.10"
+    like, torch = "torch-eager@23.10", ("--mode", "eager", "--attention", "flash2", "--fused-loss", "torch")
     for model, kind, micro, gb in (
         ("llama-2-7b", "lora", 1, 21.30),
         ("llama-2-7b", "qlora", 1, 13.84),
@@ -166,7 +166,7 @@ def _litgpt() -> Iterator[Run]:
         ("llama-2-13b", "lora", 1, 38.12),
         ("llama-2-13b", "qlora", 1, 22.55),
     ):
-        flags = _flags("1x1xa100-sxm4-40gb", 1304, micro, like, "--mode", "eager", "--attention", "flash2",
+        flags = _flags("1x1xa100-sxm4-40gb", 1304, micro, like, *torch,
                        recompute="none", adapters=f"{kind}:8:q_proj,v_proj")  # fmt: skip
         yield Run("litgpt", f"{model} {kind} {micro}", model, flags, None, gb)
     for model, kind, rank, micro, gb in (
@@ -177,7 +177,7 @@ def _litgpt() -> Iterator[Run]:
         ("mistral-7b", "lora", 16, 2, 20.66),
         ("mistral-7b", "qlora", 16, 2, 14.29),
     ):
-        flags = _flags("1x1xa100-sxm4-40gb", 512, micro, like, "--mode", "eager", "--attention", "flash2",
+        flags = _flags("1x1xa100-sxm4-40gb", 512, micro, like, *torch,
                        recompute="none", adapters=f"{kind}:{rank}:q_proj,v_proj")  # fmt: skip
         yield Run("litgpt-hub", f"{model} {kind} {micro}", model, flags, None, gb)
 
