@@ -449,6 +449,7 @@ def _machine_profile(
     precision: str = "native",
 ) -> Profile | None:
     """Return this machine's profile, after measuring the model's operations that it lacks. Every rank calls it."""
+    from autoplan.profiler.calm import disturbed_parts, load_average
     from autoplan.profiler.run import (
         cached_profile,
         graph_tasks,
@@ -464,7 +465,7 @@ def _machine_profile(
         return given
     key = machine_key(cluster.num_devices, cluster.device_type)
 
-    def wanted() -> tuple[str | None, list[ProfilerTask], tuple[str, ...]]:
+    def wanted() -> tuple[str | None, list[ProfilerTask], tuple[str, ...], bool]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
         have = cached_profile(key)
@@ -476,11 +477,13 @@ def _machine_profile(
             for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len // cp, "t": target_len or seq_len}):
                 tasks.setdefault(task.work.key, task)
         missing = [t for k, t in tasks.items() if have is None or k not in have.settled]
-        return (None if have is None else have.to_json()), missing, main_dtypes(graph, executed_precision(precision))
+        again = have is None or bool(disturbed_parts(have, load_average(), os.cpu_count() or 1))
+        dtypes = main_dtypes(graph, executed_precision(precision))
+        return (None if have is None else have.to_json()), missing, dtypes, again
 
-    have_json, tasks, dtypes = _agree(wanted, "listing what to measure")
+    have_json, tasks, dtypes, again = _agree(wanted, "listing what to measure")
     have = None if have_json is None else Profile.from_json(have_json)
-    if have is not None and not tasks:
+    if have is not None and not tasks and not again:
         return have
     budget_s = float(os.environ.get("AUTOPLAN_PROFILE_BUDGET_S", _PROFILE_BUDGET_S))
     found = measure_in_job(tasks, budget_s, known=have, dtypes=dtypes, device=device)

@@ -46,8 +46,8 @@ def _limits_of(graph: ModelGraph, call: Call, node: Node, inputs: dict[str, str]
         return
     values = graph.blocks[call.block].values
     shapes = [[size.value or 0 for size in values[name].shape] for name in node.tensor_inputs]
-    for position, size in record.index_limits(node.attrs, shapes, []).items():
-        name = node.inputs[position]
+    for position, legal in record.index_limits(node.attrs, shapes, []).items():
+        name, size = node.inputs[position], legal.stop
         if name not in inputs or not size:  # a size that depends on the batch is none here
             continue
         table = call.params.get(node.inputs[0] or "")

@@ -183,7 +183,7 @@ RECORDS = (
         weights=(FIRST, SECOND),
         factor_names={"e": "experts", "f": "expert_out", "count": "chunks"},
         # all experts: a rank with a part of them has that part of the rows
-        index_limits=lambda attrs, inputs, outputs: {1: int(attrs["num_experts"])},
+        index_limits=lambda attrs, inputs, outputs: {1: range(int(attrs["num_experts"]))},
         has=(Trait.RUNS_ON_DEVICE,),
     ),
 )

@@ -144,7 +144,7 @@ RECORDS = (
         saved_form=lambda f: _PART_OF_TABLE if f.special else None,
         special={"vocab_embedding": P},
         factor_names={"v": "vocab", "h": "hidden"},
-        index_limits=lambda attrs, inputs, outputs: {1: inputs[0][0]},
+        index_limits=lambda attrs, inputs, outputs: {1: range(inputs[0][0])},
     ),
     OpRecord(
         "cross_entropy_sum",
@@ -156,7 +156,7 @@ RECORDS = (
         special={"vocab_cross_entropy": I},
         factor_names={"v": "vocab"},
         variable="loss_sum",
-        index_limits=lambda attrs, inputs, outputs: {1: inputs[0][-1]},
+        index_limits=lambda attrs, inputs, outputs: {1: range(inputs[0][-1])},
     ),
     OpRecord(
         "ctc_losses",

@@ -25,7 +25,7 @@ from autoplan.ops.text import Emitter, TextTemplate
 IndexSizes = Sequence[Sequence[int]]
 Builder = Callable[[Node, list[Shape], list[Shape]], OpRule]
 Flops = Callable[[Node, Sequence[Value], Value, OpRule], Expr]
-IndexLimits = Callable[[Mapping[str, Any], IndexSizes, IndexSizes], dict[int, int]]
+IndexLimits = Callable[[Mapping[str, Any], IndexSizes, IndexSizes], dict[int, range]]
 
 
 class OpKind(Enum):
@@ -135,7 +135,7 @@ class OpRecord:
         weights: positions of the weights of a product, whose gradients may be computed later.
         factor_names: names for the factors that a label of the rule stands for.
         variable: the name of its result in a program, if not its own.
-        index_limits: exclusive limits of integer inputs by position, from attributes and local shapes.
+        index_limits: the numbers that integer inputs may have, by position, from attributes and local shapes.
         inside: of an op that is a program of its own: what its forward does, from local sizes; None: it is one kernel.
         traits: properties that passes ask for, given as `has`.
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from autoplan.errors import FormError
 from autoplan.ir.graph import Node, Value
@@ -11,7 +12,7 @@ from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.labels import dim_labels
 from autoplan.ops.language import Labels, OpRule, Role
-from autoplan.ops.record import OpKind, OpRecord
+from autoplan.ops.record import IndexSizes, OpKind, OpRecord
 from autoplan.ops.saved import Form, OpFacts, SavedRule, keeps
 from autoplan.ops.text import OpText, literal
 from autoplan.units import DTYPE_BYTES
@@ -79,6 +80,12 @@ def _text(t: OpText) -> str:
     return f"torch.ops.aten.{a['kind']}.input({x}, {state}, [{', '.join(weights)}], {rest})"
 
 
+def _lengths(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, range]:
+    """Return the lengths that samples may have."""
+    tokens = int(inputs[0][1 if attrs["batch_first"] else 0])
+    return {len(inputs) - 1: range(1, tokens + 1)} if attrs.get("by_length") else {}
+
+
 @functools.cache
 def _keeps(count: int) -> SavedRule:
     """Return the rule for `count` operands: input, output, and for every token and layer its gates and its state."""
@@ -106,6 +113,7 @@ RECORDS = (
         text=_text,
         aten={f"autoplan.{name}.default": _arguments for name in ("recurrent", "packed_recurrent")},
         flops=_flops,
+        index_limits=_lengths,
         saved_form=lambda f: (_keeps_inputs if f.attrs.get("by_length") else _keeps)(len(f.inputs)),
     ),
 )

@@ -75,8 +75,8 @@ def _histc(a: Args) -> IrResult:
     return IrOp("histc", (a["self"],), {"bins": bins, "min": low, "max": high})
 
 
-def _bins(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, int]:
-    return {0: int(outputs[0][0])}
+def _bins(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, range]:
+    return {0: range(int(outputs[0][0]))}
 
 
 def _added(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -155,7 +155,7 @@ RECORDS = (
         keeps("x1<0,2", form=Form.NEW),
         "{0}.scatter_add({dim}, {1}, {2})",
         default("scatter_add", by_name("scatter_add", "self index src", "dim")),
-        index_limits=lambda attrs, inputs, outputs: {1: int(inputs[0][attrs["dim"]])},
+        index_limits=lambda attrs, inputs, outputs: {1: range(int(inputs[0][attrs["dim"]]))},
     ),
     _over_ranks("batch_sum", _batch_sum, Trait.SUMS_RANKS),
     _over_ranks("batch_part", _batch_part),

@@ -102,7 +102,7 @@ def embedding_task(tokens: int, vocab: int, hidden: int, dtype: str) -> MeasureT
     """Return the task of looking up rows of a table."""
     table, ids = TensorFacts((vocab, hidden), dtype, True), TensorFacts((tokens,), "int64")
     work = _work("embedding", (table, ids), (TensorFacts((tokens, hidden), dtype, True),), float(tokens * hidden))
-    return MeasureTask(work, "F.embedding(x1, x0)", frozenset({0}), {1: vocab})
+    return MeasureTask(work, "F.embedding(x1, x0)", frozenset({0}), {1: range(vocab)})
 
 
 def loss_task(tokens: int, vocab: int, dtype: str) -> MeasureTask:
@@ -110,7 +110,7 @@ def loss_task(tokens: int, vocab: int, dtype: str) -> MeasureTask:
     logits, target = TensorFacts((tokens, vocab), dtype, True), TensorFacts((tokens,), "int64")
     out = TensorFacts((), "float32" if dtype in HALF else dtype, True)
     work = _work("cross_entropy_sum", (logits, target), (out,), float(tokens * vocab))
-    return MeasureTask(work, "cross_entropy_sum(x0, x1, ignore_index=-100)", bounds={1: vocab})
+    return MeasureTask(work, "cross_entropy_sum(x0, x1, ignore_index=-100)", bounds={1: range(vocab)})
 
 
 def adamw_task(elements: int, dtype: str) -> MeasureTask:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from autoplan.profiler.calm import load_average
 from autoplan.profiler.clocks import WARNING, DeviceState, clock_warnings, load_warning, read_states
 from autoplan.profiler.job import Job
 from autoplan.profiler.nodes import MeasuredNodes
@@ -29,6 +29,7 @@ class Machine:
         self.system: System = ThisMachine() if system is None else system
         self.speaks: bool = nodes.is_first(job.rank)
         self.topology: dict[str, Any] = {}
+        self.load = 0.0  # average of the busiest node before measuring
         self.before: list[tuple[DeviceState, ...]] = []
         self.after: list[tuple[DeviceState, ...]] = []
 
@@ -40,10 +41,9 @@ class Machine:
 
     def begin(self, hardware: Mapping[str, Any]) -> list[str]:
         """Find the nodes and read their state before measuring; return notes for the profile."""
-        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
         topology = detect(self.system).data() if self.speaks else {}
-        found = self.job.gather((dict(hardware), load, topology))
-        self.topology = found[0][2]
+        found = self.job.gather((dict(hardware), load_average(), topology))
+        self.topology, self.load = found[0][2], max(load for _, load, _ in found)
         notes = [f"load average of the machine before measuring: {found[0][1]:.1f}"]
         first: Mapping[str, Any] = found[0][0]
         for index, rank in enumerate(range(0, self.job.world, self.nodes.ranks_per_node)):

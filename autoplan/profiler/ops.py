@@ -68,7 +68,7 @@ class MeasureTask:
     Attributes:
         text: its right-hand side in x0, x1, ...
         parameters: positions of inputs that are parameters.
-        bounds: values of the integer input are below this.
+        bounds: the numbers that the integer input may have.
         orders: dims from major to minor in memory; without an entry: contiguous.
         broadcast: dims of stride 0.
         names: sizes that the text uses, by name.
@@ -77,7 +77,7 @@ class MeasureTask:
     work: OpWork
     text: str
     parameters: frozenset[int] = frozenset()
-    bounds: Mapping[int, int] = field(default_factory=dict)
+    bounds: Mapping[int, range] = field(default_factory=dict)
     orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     broadcast: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     names: Mapping[str, int] = field(default_factory=dict)
@@ -320,7 +320,8 @@ def make_input(t: TensorFacts, task: MeasureTask, position: int, device: torch.d
     elif dtype is torch.bool:
         x = torch.rand(stored, device=device) < 0.9
     else:
-        x = torch.randint(0, max(1, task.bounds.get(position, 2)), stored, dtype=dtype, device=device)
+        legal = task.bounds.get(position, range(2)) or range(1)
+        x = torch.randint(legal.start, legal.stop, stored, dtype=dtype, device=device)
     x = x.permute([order.index(d) for d in range(len(order))])
     if zero:
         x = x.expand(t.shape)

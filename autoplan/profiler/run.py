@@ -35,6 +35,7 @@ from autoplan.errors import ProfileError
 from autoplan.files import read_cached
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.table import op_record
+from autoplan.profiler.calm import disturbed_parts, merged_by_load, with_loads, without_parts
 from autoplan.profiler.clocks import large_product, measure_clock, time_warnings
 from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job
@@ -46,7 +47,7 @@ from autoplan.profiler.ops import Clock, MeasureTask, cache_bytes, measure_op, m
 from autoplan.profiler.overheads import measure_overheads
 from autoplan.profiler.processes import RankError, run_ranks
 from autoplan.profiler.system import ThisMachine
-from autoplan.profiler.tasks import model_tasks
+from autoplan.profiler.tasks import EXPERTS_PART, model_tasks
 from autoplan.profiler.topology import cpu_model
 from autoplan.program.facts import Facts, ModelFacts
 from autoplan.program.legality import Scope, broken
@@ -88,7 +89,7 @@ def software() -> dict[str, str]:
 
 # Version of the set of measurements, by type of device: raised when more is measured, or what is measured runs in
 # another way, so that older profiles are not used.
-_MEASURES = {"cpu": 4, "cuda": 3}
+_MEASURES = {"cpu": 5, "cuda": 4}
 
 
 def machine_key(world_size: int, device_type: str, num_threads: int | None = None) -> str:
@@ -124,7 +125,9 @@ def store_profile(profile: Profile, key: str) -> Path:
     """Keep a profile for this user, merged into the one that is kept under the key."""
     before = cached_profile(key)
     path = user_folder() / f"{key}.json"
-    (profile if before is None else _measured_before(before).merged(profile)).save(path)
+    if before is not None:
+        profile = merged_by_load(_measured_before(before), profile)
+    profile.save(path)
     return path
 
 
@@ -234,7 +237,7 @@ def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[MeasureTask], notes: 
     # the least memory that any rank may use, so that all ranks skip the same tasks
     limit = -job.slowest([-memory_bytes(job.device) / (4 * job.sharing)])[0]
     found: list[MeasuredOp] = []
-    with use_mesh(AxisMesh([("all", job.world)], device_type=job.device.type)):
+    with use_mesh(AxisMesh([("all", job.world), (EXPERTS_PART, 1)], device_type=job.device.type)):
         for done, task in enumerate(tasks):
             if not job.goes_on():
                 notes.no_time[what] = f"{len(tasks) - done} of {len(tasks)} {what}"
@@ -353,6 +356,7 @@ def _measure(
         datetime.date.today().isoformat(),
     )
     if known is not None:
+        known = without_parts(known, disturbed_parts(known, machine.load, int(hardware(job.device)["cores"])))
         profile = _measured_before(known).merged(profile)
     # The speed of a shared machine changes by half within minutes: if operations of one size were measured one after
     # another, they would differ from those of another size by that.
@@ -365,7 +369,7 @@ def _measure(
     missing = [f"{_NO_TIME}{text}" for text in notes.no_time.values()]
     return replace(
         run.profile,
-        machine={**run.profile.machine, **machine.data()},
+        machine={**run.profile.machine, **machine.data(), **with_loads(profile, run.profile, machine.load)},
         ops=(*run.profile.ops, *_only(run.ops)),
         failed={**run.profile.failed, **notes.failed},
         notes=tuple(dict.fromkeys((*run.profile.notes, *notes.lines, *missing))),

@@ -20,6 +20,8 @@ from autoplan.profiler.ops import MeasureTask, compiled
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.statements import LoweredBlock, Op
 
+EXPERTS_PART = "part"  # the axis, of one rank, over which a rank's part of the experts is measured
+
 
 def _text(op: Op, work: OpWork, ctx: Context) -> str:
     """Return the emitted text in x0, x1, ...; a special form is measured as the plain op on its local shape."""
@@ -35,7 +37,9 @@ def _text(op: Op, work: OpWork, ctx: Context) -> str:
         return emit(OpText(("x0",), op.node.attrs, (), (), ctx.whole, f"0, ({index})"))
     if op.strategy.special is not None:
         plain = tuple(replace(c, special=None, factor=None) for c in op.strategy.choices)
-        op = replace(op, strategy=replace(op.strategy, choices=plain))
+        # of experts the rows of the others are left out, as by the first rank of those that share them
+        over = (("axes", EXPERTS_PART),) if op_kind(op.node.op) is OpKind.EXPERTS else ()
+        op = replace(op, strategy=replace(op.strategy, choices=plain), over=over)
     return op_text(op, ctx, 0)
 
 
@@ -53,8 +57,8 @@ def _statement(block: Block, node: Node, strategy: Strategy, bias: bool) -> Op:
     )
 
 
-def _bounds(node: Node, work: OpWork) -> dict[int, int]:
-    """Return bounds that keep integer inputs inside tables and classes."""
+def _bounds(node: Node, work: OpWork) -> dict[int, range]:
+    """Return the numbers that integer inputs may have: places in tables, classes, lengths."""
     limits = op_record(node.op).index_limits
     if limits is None:
         return {}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import profiler_jobs
@@ -16,16 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import pool
-from models import gpt_loss, make_gpt, make_llama, token_batch
+from models import gpt_loss, make_gpt, make_llama, make_mixtral, token_batch
+from torch import nn
 
 from autoplan.capture.export import capture
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.collective_kinds import MEASURED_COLLECTIVES
-from autoplan.cost_models.profile import OVERHEADS, MeasuredOp, Profile
+from autoplan.cost_models.profile import OVERHEADS, LinkRecord, MeasuredOp, Profile, Timing
 from autoplan.errors import ProfileError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis
 from autoplan.ops.table import op_record
+from autoplan.profiler.calm import disturbed_parts, with_loads, without_parts
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import (
     adamw_task,
@@ -189,6 +192,53 @@ def test_group_layouts() -> None:
     assert set(layouts(6)) == {(2, 1), (2, 3), (3, 1), (3, 2), (6, 1)}
 
 
+class Tagger(nn.Module):
+    """A recurrent network over sequences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer, self.out = nn.Embedding(11, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 11)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.table(ids), lengths, True, enforce_sorted=False)
+        states, _ = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], True, total_length=ids.shape[1])
+        return nn.functional.cross_entropy(self.out(states).flatten(0, 1), labels.flatten())
+
+
+def test_parts_of_experts_and_layers_by_length_are_measured(alone: None) -> None:
+    """Their numbers were drawn like those of any integer input: experts of other ranks, a length of zero."""
+    tokens = token_batch(2, 16)
+    experts = model_tasks(OpCosts(capture(make_mixtral(), tokens), (Axis("tp", 2),), ENV))
+    batch = {"ids": torch.ones(2, 6, dtype=torch.long), "lengths": torch.tensor([6, 4])}
+    graph = capture(Tagger(), {**batch, "labels": batch["ids"]})
+    tasks = [t for t in experts if t.work.op == "experts"] + model_tasks(OpCosts(graph, (), {"b": 2, "s": 6}))
+    assert any(t.work.inputs[3].shape[0] == 2 for t in tasks if t.work.op == "experts"), "a part of four experts"
+    assert any(t.work.op == "recurrent" for t in tasks)
+    profile = measure_in_job(tasks, 60.0, general=False, progress=False)
+    assert profile.failed == {} and set(profile.by_key) == {t.work.key for t in tasks}
+
+
+def test_links_measured_beside_other_work_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPLAN_CACHE", str(tmp_path))
+    fast, slow = (LinkRecord("all_reduce", 2, 1, 64, Timing(s, s, s, 9)) for s in (1e-4, 2e-2))
+    none = Profile("mine", "cpu", 2, 1)
+    busy = replace(none, links=(slow, replace(slow, num_bytes=1024)), overheads={"step_s": 1.0})
+    busy = replace(busy, machine=with_loads(none, busy, 14.0))
+    assert disturbed_parts(busy, 8.0, 2) == [] == disturbed_parts(busy, 0.1, 64), "nearly as busy, or never busy"
+    parts = disturbed_parts(busy, 0.5, 2)
+    assert parts == ["links", "overheads"] and disturbed_parts(replace(busy, device_type="cuda"), 0.5, 2) == []
+    store_profile(busy, "mine")
+    known = without_parts(busy, parts)
+    assert (known.links, known.overheads) == ((), {})
+    again = replace(known, links=(fast,))
+    again = replace(again, machine={**again.machine, **with_loads(known, again, 0.5)})
+    store_profile(again, "mine")
+    kept = cached_profile("mine")
+    assert kept is not None and kept.links == (fast,), "no time of the busy machine is left"
+    assert kept.overheads == {"step_s": 1.0}, "what was not measured again stays"
+    assert disturbed_parts(kept, 0.5, 2) == ["overheads"]
+
+
 def test_cache_bytes_is_plausible() -> None:
     assert 1 << 17 <= cache_bytes(CPU) <= 1 << 32
 
@@ -196,7 +246,7 @@ def test_cache_bytes_is_plausible() -> None:
 def test_kept_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPLAN_CACHE", str(tmp_path))
     key = machine_key(2, "cpu", 1)
-    assert key.startswith("cpu-") and key.endswith("-w2-t1-m4") and cached_profile(key) is None
+    assert key.startswith("cpu-") and key.endswith("-w2-t1-m5") and cached_profile(key) is None
     path = store_profile(Profile(key, "cpu", 2, 1, overheads={"step_s": 1e-3}), key)
     store_profile(Profile(key, "cpu", 2, 1, overheads={"clip_s": 1e-4}), key)
     kept = cached_profile(key)
