@@ -18,7 +18,7 @@ from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, Layout
 from autoplan.ir.symbols import Expr
 from autoplan.ops.attention import reads_whole_keys, seen_share, with_documents
-from autoplan.ops.record import OpKind
+from autoplan.ops.record import WITHOUT_AUTOCAST, OpKind
 from autoplan.ops.saved import OpFacts, TensorFacts
 from autoplan.ops.strategies import Strategy
 from autoplan.ops.table import op_kind, op_record
@@ -29,7 +29,7 @@ from autoplan.program.statements import Collective
 from autoplan.units import DTYPE_BYTES, most
 
 _FLOATS = frozenset(("float64", "float32", "bfloat16", "float16"))
-_IGNORED_ATTRS = frozenset(("scale", "bias"))
+_IGNORED_ATTRS = frozenset(("scale", "bias", WITHOUT_AUTOCAST))
 _NARROW = (OpKind.PRODUCT, OpKind.EXPERTS)
 
 
