@@ -8,6 +8,10 @@ so that prices, activations and programs contain them. What autocast casts is in
 - a value anew for every operation that takes it, as autocast does (three products of one value keep three copies);
 - a parameter once per call of a block: autocast caches casts of trained parameters.
 
+Beside adapters (`autoplan.program.adapters`) frozen weights keep their dtype, and trained ones are float32, as PEFT
+makes them. If linear layers are stored in 4 bits, all other parameters are float32 (`prepare_model_for_kbit_training`),
+and a product in 4 bits gives the dtype that it was given (bitsandbytes' Linear4bit), mostly float32.
+
 A cast to the main dtype in a norm that is written out (`y.to(x.dtype)` after `x.float()`) follows the dtype that x has
 here; any other is one to float32.
 """
@@ -21,9 +25,10 @@ from autoplan.config.precision import Precision
 from autoplan.errors import PinError
 from autoplan.ir.graph import Block, Call, ModelGraph, Node, Parameter, Value
 from autoplan.ops.autocast import NOT_KNOWN, AutocastRule, autocast_rule
-from autoplan.ops.products import PACKED, adds_bias
+from autoplan.ops.products import PACKED, adds_bias, packed_weights
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.table import op_has, op_kind
+from autoplan.program.adapters import has_adapters
 from autoplan.units import DTYPE_BYTES, HALF, most
 
 _WIDE = "float32"
@@ -35,18 +40,25 @@ _WITHIN_NORMS = (OpKind.ELEMENTWISE, OpKind.VIEW)
 def of_precision(graph: ModelGraph, precision: Precision, device_type: str) -> ModelGraph:
     """Return the graph as it runs in a precision: with the casts of autocast if the precision has it, else without.
 
-    Raises: PinError if the graph already has other casts and is not known without them.
+    Raises: PinError if the graph has other casts, and is not known without them.
     """
     wanted = "" if precision.autocast is None else f"{precision.autocast} {device_type}"
     if graph.autocast == wanted:
         return graph
-    plain = graph if not graph.autocast else graph.before_autocast
-    if plain is None:
-        raise PinError(
-            f"the graph of {graph.name} has the casts of autocast ({graph.autocast}) and cannot be read in precision "
-            f"{precision.name!r}; give the model by its name, or its precision then"
-        )
+    plain = without_autocast(graph)
     return plain if precision.autocast is None else autocast(plain, precision.autocast, device_type)
+
+
+def without_autocast(graph: ModelGraph) -> ModelGraph:
+    """Return the graph before the casts of autocast. Raises PinError if it is not known, as in the file of a plan."""
+    if not graph.autocast:
+        return graph
+    if graph.before_autocast is None:
+        raise PinError(
+            f"the graph of {graph.name} has the casts of autocast ({graph.autocast}), and the one without them is not "
+            "known; give the model by its name, or the precision that it was planned in"
+        )
+    return graph.before_autocast
 
 
 def autocast(graph: ModelGraph, dtype: str, device_type: str) -> ModelGraph:
@@ -55,8 +67,17 @@ def autocast(graph: ModelGraph, dtype: str, device_type: str) -> ModelGraph:
     Raises: PinError for a model with operations whose casts are not known.
     """
     main = most((p.dtype, p.num_elements) for p in graph.params.values() if p.dtype in _FLOATS)
-    made = _autocast(graph, _Casts(graph.name, main or _WIDE, dtype, device_type))
+    made = _autocast(graph, _Casts(graph.name, main or _WIDE, dtype, device_type, _kept(graph)))
     return replace(made, before_autocast=graph)
+
+
+def _kept(graph: ModelGraph) -> frozenset[str]:
+    """Return the parameters that keep their dtype: frozen ones beside adapters; if some are in 4 bits, these alone."""
+    if not has_adapters(graph):
+        return frozenset()
+    packed = {b.name: packed_weights(b) for b in graph.blocks.values()}
+    in_4_bits = frozenset(call.params[name] for call in graph.calls for name in packed[call.block])
+    return in_4_bits or frozenset(name for name, p in graph.params.items() if not p.trainable)
 
 
 def weights_of(graph: ModelGraph, block: Block) -> frozenset[str]:
@@ -70,22 +91,23 @@ def weights_of(graph: ModelGraph, block: Block) -> frozenset[str]:
 def _autocast(graph: ModelGraph, casts: _Casts) -> ModelGraph:
     dtypes = {name: casts.wide(graph.values[name].dtype) for name in graph.inputs}
     blocks: dict[str, Block] = {}
-    made: dict[tuple[str, tuple[str, ...]], Block] = {}
+    made: dict[tuple[str, tuple[str, ...], frozenset[str]], Block] = {}
     calls: list[Call] = []
     for call in graph.calls:
-        key = call.block, tuple(dtypes[name] for name in call.inputs)
+        kept = frozenset(local for local, full in call.params.items() if full in casts.kept)
+        key = call.block, tuple(dtypes[name] for name in call.inputs), kept
         if key not in made:
             name = call.block
             while name in blocks:
                 name = f"{call.block}_{len(blocks)}"
-            made[key] = blocks[name] = _BlockMaker(graph.blocks[call.block], key[1], casts).run(name)
+            made[key] = blocks[name] = _BlockMaker(graph.blocks[call.block], key[1], kept, casts).run(name)
         block = made[key]
         for inside, outside in zip(block.outputs, call.outputs, strict=True):
             dtypes[outside] = block.values[inside].dtype
         calls.append(replace(call, block=block.name))
 
     def stored(tensors: Mapping[str, Parameter]) -> dict[str, Parameter]:
-        return {name: replace(p, dtype=casts.wide(p.dtype)) for name, p in tensors.items()}
+        return {n: p if n in casts.kept else replace(p, dtype=casts.wide(p.dtype)) for n, p in tensors.items()}
 
     found = replace(
         graph,
@@ -101,10 +123,10 @@ def _autocast(graph: ModelGraph, casts: _Casts) -> ModelGraph:
 
 
 class _Casts:
-    """The dtypes of a graph before and under autocast."""
+    """The dtypes of a graph before and under autocast, and the parameters that keep theirs."""
 
-    def __init__(self, model: str, main: str, dtype: str, device_type: str) -> None:
-        self.model, self.main, self.dtype, self.device_type = model, main, dtype, device_type
+    def __init__(self, model: str, main: str, dtype: str, device_type: str, kept: frozenset[str]) -> None:
+        self.model, self.main, self.dtype, self.device_type, self.kept = model, main, dtype, device_type, kept
 
     def wide(self, dtype: str) -> str:
         """Return the dtype of a value in the model with float32 parameters."""
@@ -114,7 +136,7 @@ class _Casts:
 class _BlockMaker:
     """Makes a block under autocast from the dtypes of its inputs."""
 
-    def __init__(self, block: Block, given: Sequence[str], casts: _Casts) -> None:
+    def __init__(self, block: Block, given: Sequence[str], kept: frozenset[str], casts: _Casts) -> None:
         self.block, self.casts = block, casts
         self.maker = {out: node for node in block.nodes for out in node.outputs}
         self.values: dict[str, Value] = {}
@@ -123,7 +145,8 @@ class _BlockMaker:
         for name, dtype in zip(block.inputs, given, strict=True):
             self.values[name] = replace(block.values[name], dtype=dtype)
         for name in (*block.params, *block.buffers):
-            self.values[name] = replace(block.values[name], dtype=casts.wide(block.values[name].dtype))
+            before = block.values[name]
+            self.values[name] = before if name in kept else replace(before, dtype=casts.wide(before.dtype))
 
     def run(self, name: str) -> Block:
         for node in self.block.nodes:
@@ -131,13 +154,17 @@ class _BlockMaker:
         return replace(self.block, name=name, nodes=tuple(self.nodes), values=self.values)
 
     def _add(self, node: Node) -> None:
-        if node.op in NOT_KNOWN or node.attrs.get(PACKED):
-            what = "weights in 4 bits are" if node.attrs.get(PACKED) else f"the operation {node.op!r} is"
+        if node.op in NOT_KNOWN:
             raise PinError(
-                f"{self.casts.model}: {what} not known under autocast; use precision bf16, which computes everything "
-                "in 16 bits"
+                f"{self.casts.model}: the operation {node.op!r} is not known under autocast; use precision bf16, which "
+                "computes everything in 16 bits"
             )
+        if node.attrs.get(PACKED):
+            self._add_packed(node)
+            return
         rule = AutocastRule.LOWER if self._is_bias_of_product(node) else autocast_rule(node, self.casts.device_type)
+        if adds_bias(node) and self.maker[node.tensor_inputs[0]].attrs.get(PACKED):
+            rule = AutocastRule.NONE  # it is part of the product, whose result is cast
         target = self._target(rule, node)
         inputs = tuple(x if x is None or target is None else self._cast(x, target, node) for x in node.inputs)
         outs = [self._result(node, inputs, out, rule) for out in node.outputs]
@@ -147,6 +174,21 @@ class _BlockMaker:
         self.nodes.append(replace(node, inputs=inputs, attrs=attrs))
         for out, dtype in zip(node.outputs, outs, strict=True):
             self.values[out] = replace(self.block.values[out], dtype=dtype)
+
+    def _add_packed(self, node: Node) -> None:
+        """Add a product with a weight in 4 bits: of 16-bit inputs, its result cast to the dtype that it was given."""
+        (out,), (given, weight) = node.outputs, node.tensor_inputs
+        dtype, value = self.values[given].dtype, self.block.values[out]
+        inputs = self._cast(given, self.casts.dtype, node), weight
+        if dtype == self.casts.dtype:
+            self.nodes.append(replace(node, inputs=inputs))
+            self.values[out] = replace(value, dtype=dtype)
+            return
+        narrow = self._fresh(f"{out}_{self.casts.dtype}")
+        self.values |= {narrow: replace(value, name=narrow, dtype=self.casts.dtype), out: replace(value, dtype=dtype)}
+        self.nodes.append(replace(node, inputs=inputs, outputs=(narrow,)))
+        cast = f"{out}_{dtype}"
+        self.nodes.append(Node(cast, "to", (narrow,), (out,), {"dtype": dtype}, node.scope, node.source))
 
     def _is_bias_of_product(self, node: Node) -> bool:
         """Return True for the addition of a parameter to a product, as `addmm` is captured, whose operands are cast."""

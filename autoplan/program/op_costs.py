@@ -213,8 +213,11 @@ class OpCosts:
 
 
 def _dtype_map(graph: ModelGraph, precision: Precision) -> dict[str, str]:
-    """Map the dtype of most parameters to `precision.compute`; values that the model upcasts keep their dtype."""
-    if precision.compute is None:
+    """Map the dtype of most parameters to `precision.compute`; values that the model upcasts keep their dtype.
+
+    A graph with the casts of autocast has the dtypes that it computes in.
+    """
+    if precision.compute is None or graph.autocast:
         return {}
     main = most((p.dtype, p.num_elements) for p in graph.params.values() if p.dtype in _FLOATS)
     return {} if main is None else {main: precision.compute}

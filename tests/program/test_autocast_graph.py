@@ -13,16 +13,20 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autoplan import Cluster, PlanRequest, load_model
 from autoplan.capture.export import capture
+from autoplan.config.adapters import read_adapters
 from autoplan.config.parallel import ParallelConfig
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph, Node, check
 from autoplan.ops.autocast import AutocastRule, autocast_functions, autocast_rule
+from autoplan.ops.products import PACKED
 from autoplan.ops.table import RECORDS
 from autoplan.program.activation_bytes import saved_bytes_of
 from autoplan.program.activations import activations
+from autoplan.program.adapters import has_adapters, with_adapters
 from autoplan.program.autocast import autocast
 from autoplan.program.lower import BlockLowering
 from autoplan.search.estimate import estimate_config
+from autoplan.sweeps.fit import _of_adapters
 from experiments.shared.default_plans import make_plan, read_pins
 
 SEQ = 15
@@ -113,7 +117,7 @@ def test_the_precision_of_a_request_changes_its_graph_and_back() -> None:
     assert replace(request, precision="bf16").graph is plain
     again = ModelGraph.from_json(request.graph.to_json())
     assert again == request.graph and replace(request, graph=again).graph is again
-    with pytest.raises(PinError, match=r"has the casts of autocast .* give the model by its name"):
+    with pytest.raises(PinError, match=r"has the casts of autocast .*; give the model by its name"):
         replace(request, graph=again, precision="bf16")
 
 
@@ -150,3 +154,50 @@ def test_products_of_a_region_without_autocast_stay_wide() -> None:
     made = autocast(graph, "bfloat16", "cpu")
     dtypes = [b.values[n.outputs[0]].dtype for b in made.blocks.values() for n in b.nodes if n.op == "linear"]
     assert dtypes == ["float32", "bfloat16"]
+
+
+def test_adapters_are_float32_beside_frozen_weights() -> None:
+    """LoRA: the frozen model stays in 16 bits, and so does what its layers hand on."""
+    graph = autocast(with_adapters(load_model("llama-3.1-8b"), read_adapters("lora:8:q_proj")), "bfloat16", "cuda")
+    assert {p.dtype for p in graph.params.values() if p.trainable} == {"float32"}
+    assert {p.dtype for p in graph.params.values() if not p.trainable} == {"bfloat16"}
+    assert {graph.values[name].dtype for call in graph.calls if "layers" in call.name for name in call.outputs} == {
+        "bfloat16"
+    }
+
+
+def test_weights_in_4_bits_leave_float32_around_them() -> None:
+    """QLoRA by PEFT: norms and tables are float32, and 4-bit products give what they were given."""
+    graph = autocast(with_adapters(load_model("llama-3.1-8b"), read_adapters("qlora:8:q_proj")), "bfloat16", "cuda")
+    check(graph)
+    kept = {name for name, p in graph.params.items() if p.dtype == "bfloat16"}
+    assert kept and all(name.endswith("_proj.weight") for name in kept)
+    assert graph.params["model.embed_tokens.weight"].dtype == "float32"
+    for block in graph.blocks.values():
+        made = {x: n for n in block.nodes for x in n.outputs}
+        for node in (n for n in block.nodes if n.attrs.get(PACKED)):
+            given = made[node.tensor_inputs[0]]
+            after = next(n for n in block.nodes if node.outputs[0] in n.inputs)
+            assert block.values[given.outputs[0]].dtype == block.values[node.outputs[0]].dtype == "bfloat16"
+            if not node.tensor_inputs[1].endswith("o_proj.weight"):  # attention gives 16 bits
+                assert (given.op, after.op, block.values[after.outputs[0]].dtype) == ("to", "to", "float32")
+
+
+def test_the_state_of_adapters_is_not_that_of_16_bits() -> None:
+    """Adapters are 4 + 4 + 8 bytes per parameter, packed weights stay packed."""
+    graph = with_adapters(load_model("llama-3.2-1b"), read_adapters("qlora:8:q_proj"))
+    request = PlanRequest(graph, Cluster.parse("1xh100"), 1024, 1, precision="bf16-autocast")
+    found, half = (estimate_config(replace(request, precision=p), ParallelConfig()) for p in ("bf16-autocast", "bf16"))
+    trained = sum(p.num_elements for p in graph.params.values() if p.trainable)
+    frozen = {n for call in graph.calls for n in call.params.values() if not n.endswith("_proj.weight")}
+    others = sum(graph.params[n].num_elements for n in frozen if not graph.params[n].trainable)
+    memory, before = found.estimate.stages[0].memory, half.estimate.stages[0].memory
+    assert memory["optimizer"].mid == 8 * trained
+    assert memory["parameters"].mid - before["parameters"].mid == 2 * (others + trained)
+
+
+def test_adapters_as_a_way_to_fit_are_added_before_the_casts() -> None:
+    request = PlanRequest(load_model("llama-3.1-8b"), Cluster.parse("1x1xrtx4090-24gb"), 2048, 1, {"dp": 1})
+    found = dict(_of_adapters(replace(request, precision="bf16-autocast")))
+    assert [name.split(":")[0] for name in found] == ["adapters lora", "adapters qlora"]
+    assert all(has_adapters(r.graph) and r.graph.autocast == "bfloat16 cuda" for r in found.values())
