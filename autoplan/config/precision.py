@@ -84,6 +84,7 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
+AUTOCAST = "-autocast"  # how the names of precisions with torch.autocast end
 # Gradients kept and reduced in 16 bits: `grad_reduce_in_fp32=False`, which NVIDIA's performance recipes set.
 GRADIENTS_16 = "-grad16"
 # Both moments of AdamW kept in 16 bits beside a float32 master copy (DeepSeek-V3, arXiv 2412.19437, section 3.3.3;
