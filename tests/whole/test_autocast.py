@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
 from harness import pool
 from mixed import by_hand, error_of, errors_of, exact_gradients, gradient_job, gradients_by_hand, largest_factor
-from parity import Case, compiled, spread_out, trained, worst
+from parity import SEQ, Case, compiled, settled_bytes, spread_out, trained, worst
+
+from autoplan.runtime.spec import evaluate_terms
 
 pytestmark = [
     pytest.mark.processes,
@@ -35,6 +38,7 @@ SAME_BITS = [
     Case("llama", pp=2, precision="bf16-autocast", num_micro_batches=3, stages=(3, 1)),
     Case("gpt-untied", pp=2, schedule="ZB-H1", precision="bf16-autocast", num_micro_batches=6),
     Case("llama", dp=2, precision="fp16-autocast", num_micro_batches=3),
+    Case("llama", precision="bf16-autocast", num_micro_batches=2, compile="aot_eager"),
 ]
 
 
@@ -46,6 +50,18 @@ def test_training_equals_autocast(case: Case) -> None:
     assert {t.dtype for t in got.gradients.values()} == {torch.float32}
     assert worst(got.gradients, want.gradients)[0] < 1e-6
     assert worst({n: got.parameters[n] for n in want.parameters}, want.parameters)[0] < 1e-6
+
+
+def test_what_is_sent_is_what_the_ledger_says() -> None:
+    """Operands of products travel in their 16 bits."""
+    case = Case(tp=2, num_micro_batches=2, precision="bf16-autocast")
+    env, want = {"b": 6, "s": SEQ}, Counter[tuple[str, str, int, str]]()
+    for e in compiled(case).spec.ledger:
+        want[e.kind, e.axis, evaluate_terms(e.bytes, env), e.phase] += 2 if e.per == "micro_batch" else 1
+    seen = Counter(r for r in trained(case, "float32", 1).ledger if r[1] == "tp")
+    seen.subtract([("all_reduce", "tp", settled_bytes(1), "forward")])  # of all ranks: do the batches fit?
+    assert +seen == want
+    assert ("all_gather", "tp", 6 * SEQ * 32 * 2, "forward") in want
 
 
 # What changes the order of 16-bit sums inside a micro-batch (limits: tests/whole/test_precision.py).
