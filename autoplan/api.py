@@ -24,7 +24,7 @@ from autoplan.captured import capture_verified, examples, outline_of
 from autoplan.codegen.program import Program, compile_program
 from autoplan.config.kernels import ASYNC_TP, AUTO, COMPILE
 from autoplan.config.pins import Pins
-from autoplan.config.precision import executed_precision
+from autoplan.config.precision import executed_precision, precision_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, CaptureError, LayoutError, PinError
@@ -35,6 +35,7 @@ from autoplan.planning import (
     check_as_planned,
     check_world,
     global_batch,
+    graph_for_plan,
     plan_program,
     ready_plan,
     ways_to_run,
@@ -44,6 +45,7 @@ from autoplan.plans.folder import check_model, read_program, write_program
 from autoplan.plans.record import Plan
 from autoplan.pretrained.export import Exporter
 from autoplan.pretrained.weights import Init, check_init, is_empty, values_of
+from autoplan.program.autocast import of_precision
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
 from autoplan.runtime.agree import AgreedValueError, agree, agreed, different, fingerprint, first_difference
@@ -245,9 +247,10 @@ class _Task:
 
     def captured(self, precision: str) -> tuple[ModelGraph, str]:
         """Return the graph of the model as it computes in a precision, and the line on its verification."""
-        dtype = executed_precision(precision).compute
+        dtype = executed_precision(precision).captured
         computed = None if dtype is None else getattr(torch, dtype)
-        return capture_verified(self.model, self.example_inputs, self.loss_fn, computed, self.verify)
+        graph, verified = capture_verified(self.model, self.example_inputs, self.loss_fn, computed, self.verify)
+        return of_precision(graph, precision_of(precision), self.cluster.device_type), verified
 
 
 def _searched(
@@ -314,6 +317,7 @@ def _given_program(
         ready = folder.program
     if ready is None or task.verify == "required":
         graph, verified = task.captured(made.precision)
+        graph = graph_for_plan(made, graph)
         made, layouts = ready_plan(made, graph)
         made = replace(made, capture=verified)
         ready = ready or compile_program(graph, layouts)

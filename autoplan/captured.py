@@ -49,7 +49,7 @@ def captured(
     verify: bool | str,
 ) -> CapturedModel:
     """Return the graph of a model, and the sizes of its example. Loads no torch for a model of the catalog."""
-    computed = executed_precision(precision).compute
+    computed = executed_precision(precision).captured
     if isinstance(model, Path | str):
         from autoplan.catalog import load_model
 

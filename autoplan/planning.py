@@ -23,6 +23,7 @@ from autoplan.config.numbers import without_numpy
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.pins import Pins
 from autoplan.config.planning import SearchWords, check_search_words, tolerances_of
+from autoplan.config.precision import precision_of
 from autoplan.config.settings import check_setting
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
@@ -34,11 +35,13 @@ from autoplan.plans.folder import buffer_texts, write_program
 from autoplan.plans.layouts import check_executed, layouts_of, solved_again
 from autoplan.plans.record import Plan, searched_plan
 from autoplan.program.adapters import with_adapters
+from autoplan.program.autocast import of_precision
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.search.layout_store import LayoutStore
 from autoplan.search.planner import PlanRequest, search_plan
+from autoplan.units import DEVICE_TYPES
 
 if TYPE_CHECKING:
     import torch
@@ -177,10 +180,11 @@ def compile(
     """
     given = plan if isinstance(plan, Plan) else Plan.read(plan)
     task = captured(model, example_inputs, loss_fn, given.precision, verify)
-    ready, layouts = ready_plan(given, task.graph)
+    graph = graph_for_plan(given, task.graph)
+    ready, layouts = ready_plan(given, graph)
     ready = replace(ready, capture=task.verified or ready.capture)
-    program = compile_program(task.graph, layouts)
-    write_program(Path(out), ready, program, buffer_texts(task.graph), model_facts(model, loss_fn))
+    program = compile_program(graph, layouts)
+    write_program(Path(out), ready, program, buffer_texts(graph), model_facts(model, loss_fn))
     return program
 
 
@@ -274,6 +278,7 @@ def plan_program(
 
     Raises: as `search_plan`; NotFasterError if no step is shorter than the best so far.
     """
+    graph = of_precision(graph, precision_of(precision), cluster.device_type)
     request = PlanRequest(
         graph,
         cluster,
@@ -379,6 +384,15 @@ def global_batch(given: int | None, pins: Mapping[str, Any], world: int, example
 # -- plans that are given ----------------------------------------------------------------------------------------------
 
 
+def graph_for_plan(plan: Plan, graph: ModelGraph) -> ModelGraph:
+    """Return a captured graph as it runs in the precision of a plan: with the casts of autocast if it has them.
+
+    They differ by the type of device; those of the plan's graph count.
+    """
+    found = [of_precision(graph, precision_of(plan.precision), kind) for kind in DEVICE_TYPES]
+    return next((made for made in found if made.content_hash == plan.graph_hash), found[-1])
+
+
 def ready_plan(plan: Plan, graph: ModelGraph) -> tuple[Plan, Layouts]:
     """Return a plan that was written down with its layouts for `graph`, after a check that it was made for it.
 
@@ -423,6 +437,7 @@ def graph_of_plan(plan: Plan) -> ModelGraph | None:
     try:
         graph = load_model(name)
         graph = graph if adapters is None else with_adapters(graph, read_adapters(adapters))
+        graph = graph_for_plan(plan, graph)
     except (CaptureError, AutoplanError):
         return None
     return graph if graph.content_hash == plan.graph_hash else None

@@ -44,6 +44,7 @@ class MixedPrecision:
     Attributes:
         compute: dtype of parameters and activations in forward and backward; float32: the masters themselves are used.
         gradients: dtype of gradient sums over micro-batches and ranks: float32, or `compute`.
+        autocast: dtype that the program casts operands of products to, as torch.autocast does; None: no casts.
 
     Raises:
         ValueError: another dtype.
@@ -51,6 +52,7 @@ class MixedPrecision:
 
     compute: torch.dtype
     gradients: torch.dtype = MASTER
+    autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.compute not in COMPUTE:
@@ -64,12 +66,13 @@ class MixedPrecision:
         if spec.compute_dtype is None:
             return None
         gradients = getattr(torch, spec.gradient_dtype) if spec.gradient_dtype is not None else MASTER
-        return MixedPrecision(getattr(torch, spec.compute_dtype), gradients)
+        casts = None if spec.autocast_dtype is None else getattr(torch, spec.autocast_dtype)
+        return MixedPrecision(getattr(torch, spec.compute_dtype), gradients, casts)
 
     @property
     def scales_loss(self) -> bool:
         """True for float16: gradients below 2^-24 are lost without a scaled loss. Others have float32's exponents."""
-        return self.compute == torch.float16
+        return torch.float16 in (self.compute, self.autocast)
 
     def stored(self, spec: ParamSpec, given: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter is stored between steps; `given`: its dtype in the model.
@@ -361,7 +364,7 @@ def active_autocast() -> str | None:
         if torch.is_autocast_enabled(kind):
             return (
                 f"a torch.autocast({kind!r}) region is active: the program would not cast as it does; leave it, and "
-                "pass precision='bf16' or 'fp16' to autoplan.parallelize"
+                "pass precision='bf16-autocast', which makes the same casts, or 'bf16' to autoplan.parallelize"
             )
     return None
 

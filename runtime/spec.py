@@ -248,6 +248,7 @@ class ProgramSpec:
     draws: bool = True  # it draws random numbers: its stages read `rng`
     sequence_chunks: int = 2  # that a rank of context parallelism has; 1: an equal part of every run
     index_limits: tuple[IndexLimit, ...] = ()  # inputs that are rows of tables or classes
+    autocast_dtype: str | None = None  # 16-bit dtype that the program casts operands of products to, as torch.autocast
     draws_counts: bool = False  # what the loss counts depends on random numbers: `count` of its stages takes `rng`
 
     @property

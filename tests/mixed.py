@@ -52,6 +52,12 @@ def loss_of(model: nn.Module, family: str, batch: Mapping[str, torch.Tensor], co
     return total / count
 
 
+def region_of(precision: str) -> torch.autocast:
+    """PyTorch's own autocast, on if the precision has it."""
+    dtype = executed_precision(precision).autocast
+    return torch.autocast("cpu", getattr(torch, dtype or "bfloat16"), enabled=dtype is not None)
+
+
 def count_of(family: str, batch: Mapping[str, torch.Tensor]) -> int:
     labels = batch["labels"][:, 1:] if is_hf(family) else batch["labels"]
     return int((labels != -100).sum())
@@ -99,7 +105,8 @@ def by_hand(
         total = 0.0
         for index in range(parts):
             model.zero_grad()
-            loss = loss_of(model, case.family, part_of(batch, index, parts), count)
+            with region_of(case.precision):
+                loss = loss_of(model, case.family, part_of(batch, index, parts), count)
             (loss * scale).backward()
             total += float(loss.detach())
             found.append({n: p.grad.to(accumulate) for n, p in model.named_parameters() if p.grad is not None})
@@ -140,11 +147,13 @@ def gradients_by_hand(case: Case, step: int) -> dict[str, torch.Tensor]:
         p.data = p.data.to(compute)
     batch = global_batch(case, step)
     count, parts = count_of(case.family, batch), case.dp * case.num_micro_batches
-    scale = 2.0**16 if compute is torch.float16 else 1.0
+    scale = 2.0**16 if case.precision.startswith("fp16") else 1.0
     found = []
     for index in range(parts):
         model.zero_grad()
-        (loss_of(model, case.family, part_of(batch, index, parts), count) * scale).backward()
+        with region_of(case.precision):
+            loss = loss_of(model, case.family, part_of(batch, index, parts), count)
+        (loss * scale).backward()
         found.append({n: p.grad.float() / scale for n, p in model.named_parameters() if p.grad is not None})
     return added(found)
 

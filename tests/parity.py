@@ -24,6 +24,7 @@ from autoplan.codegen.program import Program, compile_program
 from autoplan.config.precision import executed_precision
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.ir.graph import ModelGraph
+from autoplan.program.autocast import of_precision
 from autoplan.runtime.convert import CollectiveRecord, record_collectives
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.shards import ParameterShard, held_indices
@@ -187,9 +188,9 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
 def graph_of(family: str, dropout: float, precision: str = "native") -> ModelGraph:
     batch = names_of(family, models.token_batch(2, SEQ))
     loss = None if is_hf(family) else LOSSES.get(family, models.gpt_loss)
-    compute, model = executed_precision(precision).compute, make_model(family, dropout)
+    compute, model = executed_precision(precision).captured, make_model(family, dropout)
     with computing_in(model, None if compute is None else getattr(torch, compute)):
-        return capture(model, batch, loss)
+        return of_precision(capture(model, batch, loss), executed_precision(precision), "cpu")
 
 
 def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -47,7 +47,7 @@ from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr
 from autoplan.ops.arguments import Alias, IrOp, IrResult
 from autoplan.ops.generic import has_derivative
-from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.record import WITHOUT_AUTOCAST, OpKind, Trait
 from autoplan.ops.table import op_has, op_record
 
 _MOST_CONSTANTS = 4096  # elements of a tensor that stands in the program as numbers
@@ -95,6 +95,7 @@ class Translator:
         self.trace: Trace = Trace(changing=wrapper.changing)
         self.env: dict[fx.Node, Any] = {}
         self.layer: list[str] = []
+        self.casts: bool = True  # False within a region that turns torch.autocast off
         self.within: tuple[str, ...] | None = None  # the calls of modules that the node at hand is made in
         self.unused: FreshNames = FreshNames(names)
         self.refused: dict[str, CaptureError] = {}
@@ -329,18 +330,17 @@ class Translator:
         return found if isinstance(found, Window) or (isinstance(found, Assembly) and not found.complete) else None
 
     def _autocast(self, module: fx.GraphModule, node: fx.Node) -> None:
-        """Inline a torch.autocast region that is off; it changes nothing, as nothing else casts (`_refuse_autocast`).
-
-        Raises CaptureError for a region that is on.
-        """
+        """Inline a torch.autocast region that is off; its products are marked. CaptureError for one that is on."""
         kind, dtype, enabled, _, region, *inputs = node.args
         if enabled:
             where = source_within(module, region) or node.name
             raise CaptureError(
                 f"{where}: the model computes in a region of torch.autocast({kind!r}, {dtype}), which casts by the op; "
-                "cast there by .to(dtype), or leave it to precision='bf16' or 'fp16' of autoplan.parallelize"
+                "cast there by .to(dtype), or leave it to precision='bf16-autocast' or 'bf16' of autoplan.parallelize"
             )
+        before, self.casts = self.casts, False
         self._inline(module, node, region, inputs)
+        self.casts = before
 
     def _inline(
         self,
@@ -524,6 +524,8 @@ class Translator:
             grad = grad and ("float" in dtype or "complex" in dtype)
             self.trace.values[name] = Value(name, self._shape(meta) if item.shape is None else item.shape, dtype, grad)
         attrs = {k: v for k, v in item.attrs.items()}
+        if not self.casts and op_record(item.op).multiplies:
+            attrs[WITHOUT_AUTOCAST] = True
         if op_has(item.op, Trait.TAKES_DTYPE):
             attrs["dtype"] = item.dtype or dtype_name(metas[0].dtype)
         elif inputs and attrs.get("dtype") == inputs[0].dtype:  # as a cast to the dtype that it has

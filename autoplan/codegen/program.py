@@ -204,6 +204,7 @@ class _Compiler:
             ),
             compute_dtype=self.precision.compute,
             gradient_dtype=self.precision.gradients,
+            autocast_dtype=self.precision.autocast,
             stage_ranks=self._stage_ranks(),
             loss_share=LOSS_SHARE in self.graph.inputs,
             offload=self.layouts.offload,

@@ -23,6 +23,8 @@ class Precision:
         state_bytes: Optimizer bytes per element (AdamW moments, masters). None: two moments in the parameter's dtype.
         matmul: The dtype of matrix products, if it differs from `compute`.
         master_bytes: Bytes per element that `state_bytes` counts for masters.
+        autocast: The 16-bit dtype that torch.autocast casts the operands of products to; parameters and the residual
+            stream are `compute`. None: no autocast.
     """
 
     name: str
@@ -31,6 +33,17 @@ class Precision:
     state_bytes: float | None = None
     matmul: str | None = None
     master_bytes: float = MASTER_BYTES
+    autocast: str | None = None
+
+    @property
+    def products(self) -> str | None:
+        """The dtype of matrix products. None: that of the model's own parameters."""
+        return self.matmul or self.autocast or self.compute
+
+    @property
+    def captured(self) -> str | None:
+        """The dtype in which a module is captured: casts of autocast are added to a graph in its 16 bits."""
+        return self.autocast or self.compute
 
     @property
     def gradients(self) -> str | None:
@@ -57,6 +70,10 @@ PRECISIONS: dict[str, Precision] = {
     "bf16": Precision("bf16", "bfloat16", 4.0, 12.0),
     "fp16": Precision("fp16", "float16", 4.0, 12.0),
     "fp32": Precision("fp32", "float32", 4.0, 8.0),
+    # torch.autocast around a model of float32 parameters, as transformers' Trainer, accelerate and Lightning run mixed
+    # precision with DDP: no masters; gradients and both moments of AdamW in float32 (4 + 4 + 8 bytes per parameter)
+    "bf16-autocast": Precision("bf16-autocast", "float32", 4.0, 8.0, autocast="bfloat16"),
+    "fp16-autocast": Precision("fp16-autocast", "float32", 4.0, 8.0, autocast="float16"),
     "fp8": Precision("fp8", "bfloat16", 4.0, 12.0, matmul=ONE_SCALE),
     # MXFP8: a scale per 32 elements, along the dim that a product sums over (OCP Microscaling Formats, 2023)
     "mxfp8": Precision("mxfp8", "bfloat16", 4.0, 12.0, matmul="float8_block32"),
@@ -67,6 +84,7 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
+AUTOCAST = "-autocast"  # how the names of precisions with torch.autocast end
 # Gradients kept and reduced in 16 bits: `grad_reduce_in_fp32=False`, which NVIDIA's performance recipes set.
 GRADIENTS_16 = "-grad16"
 # Both moments of AdamW kept in 16 bits beside a float32 master copy (DeepSeek-V3, arXiv 2412.19437, section 3.3.3;

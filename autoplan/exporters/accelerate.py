@@ -31,6 +31,7 @@ from autoplan.exporters.record import (
     constant,
     derived,
     micro_batches,
+    of_replicas,
     section,
 )
 from autoplan.exporters.setup import Setup
@@ -198,13 +199,19 @@ def _write_precision(setup: Setup) -> Values:
     return {"mixed_precision": base if base in ("bf16", "fp16", "fp8") else "no" if base == "fp32" else "bf16"}
 
 
+def runs_replicas(document: Document) -> bool:
+    """Return True if a file names no engine: DistributedDataParallel, or a single process."""
+    return str(document.get("distributed_type")).upper() in ("NO", "FALSE", "MULTI_GPU")  # YAML reads `no` as false
+
+
 def read_mixed_precision(document: Document, found: Values) -> Values:
     """Return the precision."""
     named = _named(document)
     if named is not None:
         return read_precision_of(named, found)
     known = {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", False: "fp32"}  # YAML reads `no` as false
-    return {"precision": document.word("mixed_precision", known, "fp32")}
+    said = str(document.word("mixed_precision", known, "fp32"))
+    return {"precision": of_replicas(said, document, runs_replicas(document))}
 
 
 def _product(document: Document, found: Values) -> str | None:

@@ -10,7 +10,17 @@ from autoplan.exporters.fms_fsdp import FMS, FmsFlags, is_of_fms, read_fms
 from autoplan.exporters.launching import processes
 from autoplan.exporters.litgpt import LITGPT, LITGPT_RULES, LitgptYaml, is_of_litgpt, read_litgpt
 from autoplan.exporters.nemo_recipes import is_script
-from autoplan.exporters.record import Document, Field, Target, TargetRule, Values, base_of, derived, micro_batches
+from autoplan.exporters.record import (
+    Document,
+    Field,
+    Target,
+    TargetRule,
+    Values,
+    base_of,
+    derived,
+    micro_batches,
+    of_replicas,
+)
 from autoplan.exporters.scripts import Code, Name, PythonCall
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.trainer_kinds import OWN_RULES, read_own_adapters, read_own_length
@@ -114,10 +124,15 @@ def _read_steps(document: Document, found: Values) -> Values:
 _PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true", "native": "bf16-true"}
 
 
+_REPLICAS = ("auto", "ddp", "ddp_find_unused_parameters_true", "DDPStrategy")
+
+
 def _read_precision(document: Document, found: Values) -> Values:
     known: dict[Any, str] = {word: name for name, word in _PRECISIONS.items()}
     known |= {"transformer-engine": "fp8", "bf16": "bf16", "16": "fp16", 16: "fp16", "32": "fp32", 32: "fp32"}
-    return {"precision": document.word("precision", known, "fp32")}
+    kind = str(document.get("strategy") or "auto").rpartition(".")[2]
+    replicas = kind in _REPLICAS and not is_of_litgpt(document) and not is_of_fms(document)
+    return {"precision": of_replicas(str(document.word("precision", known, "fp32")), document, replicas)}
 
 
 def _world(document: Document, found: Values) -> str | None:

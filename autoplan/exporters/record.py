@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from autoplan.config.context_methods import GATHER, RING
-from autoplan.config.precision import PrecisionName, read_precision
+from autoplan.config.precision import AUTOCAST, PRECISIONS, PrecisionName, read_precision
 from autoplan.errors import PinError
 from autoplan.exporters.schema import Schema
 from autoplan.exporters.setup import Setup, Task
@@ -379,8 +379,21 @@ def precision_word(base: str, narrow: bool, moments: bool = False, remainders: b
 
 
 def base_of(precision: str) -> str:
-    """Return the name of a precision without its suffixes for gradients and moments."""
-    return read_precision(precision.replace(GRADIENTS_32, "")).base
+    """Return the name of a precision without its suffixes for gradients and moments, and without autocast."""
+    return read_precision(precision.replace(GRADIENTS_32, "")).base.removesuffix(AUTOCAST)
+
+
+def of_replicas(precision: str, document: Document, replicas: bool) -> str:
+    """Return the precision of a mixed precision, which is torch.autocast if DistributedDataParallel runs the file.
+
+    Parameters are then what the model was made with: float32, unless it was loaded in 16 bits, which no file says. FSDP
+    and DeepSpeed make 16-bit copies of float32 parameters. The casts of experts are not known.
+
+    Args:
+        replicas: True if DistributedDataParallel, or a single process, runs the file.
+    """
+    mixed = replicas and precision + AUTOCAST in PRECISIONS and not document.task.num_experts
+    return precision + AUTOCAST if mixed else precision
 
 
 # Words of `torch.distributed.tensor.experimental.context_parallel` (set_rotate_method) for how keys reach other ranks

@@ -24,6 +24,7 @@ from autoplan.exporters.record import (
     data_parallel,
     derived,
     micro_batches,
+    of_replicas,
     section,
 )
 from autoplan.exporters.setup import Setup
@@ -170,9 +171,12 @@ def _read_precision(document: Document, found: Values) -> Values:
         return {"precision": document.get(trainer_kinds.PRECISION)}
     check_defaults(document, "bf16", "fp16")
     stated, launched = [name for name in ("bf16", "fp16") if trl.value_of(document, name)], _launched(document)
-    if not stated and launched is not None:
-        return accelerate.read_mixed_precision(launched, found)
-    return {"precision": stated[0] if stated else "fp32"}
+    if not stated:
+        return {"precision": "fp32"} if launched is None else accelerate.read_mixed_precision(launched, found)
+    # trainers of others may load the model in 16 bits
+    engines = document.has(trainer_kinds.NAME) or _deepspeed(document) or bool(_strategies(document))
+    replicas = not engines and (launched is None or accelerate.runs_replicas(launched))
+    return {"precision": of_replicas(stated[0], document, replicas)}
 
 
 def _write_mode(setup: Setup) -> Values:

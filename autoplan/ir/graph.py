@@ -204,6 +204,8 @@ class ModelGraph:
             (`autoplan.capture.passes.sequences`). Their sizes are multiples of `s`, whose bounds are one number.
         no_sequence: why there is no sequence that ranks could share, where none has a length; "" otherwise. Not part of
             `content_hash`: plans do not depend on it.
+        autocast: the 16-bit dtype and the type of device of the torch.autocast whose casts this graph has; "" without.
+        before_autocast: the graph without these casts, if it is known. Not part of the text form.
     """
 
     name: str
@@ -228,6 +230,8 @@ class ModelGraph:
     no_evaluation: str = ""
     parts: Mapping[str, Runs] = field(default_factory=dict)
     no_sequence: str = ""
+    autocast: str = ""
+    before_autocast: ModelGraph | None = field(default=None, compare=False, repr=False)
 
     @property
     def loss_counts(self) -> tuple[LossCount, ...]:
@@ -405,9 +409,11 @@ _RARE = (
     "no_evaluation",
     "parts",
     "no_sequence",
+    "autocast",
 )  # nearly always empty
 # Not part of the text form, by what configs call it
 _OF_CONFIGS = {"positions": "max_position_embeddings", "left_out": "num_nextn_predict_layers"}
+_NOT_IN_TEXT = (*_OF_CONFIGS, "before_autocast")
 
 
 def _encode(obj: Any) -> Any:
@@ -415,7 +421,7 @@ def _encode(obj: Any) -> Any:
         return {"expr": str(obj)}
     if isinstance(obj, (Value, Node, Block, Call, Parameter, ModelGraph)):
         fields = {k: _encode(getattr(obj, k)) for k in obj.__dataclass_fields__}
-        return {k: v for k, v in fields.items() if k not in _OF_CONFIGS and (k not in _RARE or v)}
+        return {k: v for k, v in fields.items() if k not in _NOT_IN_TEXT and (k not in _RARE or v)}
     if isinstance(obj, Mapping):
         return {k: _encode(v) for k, v in obj.items()}
     if isinstance(obj, (tuple, list)):
@@ -472,6 +478,7 @@ def _decode_graph(data: Any) -> ModelGraph:
         no_evaluation=data.get("no_evaluation", ""),
         parts=_plain(data.get("parts", {})),
         no_sequence=data.get("no_sequence", ""),
+        autocast=data.get("autocast", ""),
     )
 
 

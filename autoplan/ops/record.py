@@ -22,6 +22,7 @@ from autoplan.ops.saved import Form, OpFacts, SavedRule, keeps
 from autoplan.ops.strides import ViewStrides
 from autoplan.ops.text import Emitter, TextTemplate
 
+WITHOUT_AUTOCAST = "without_autocast"  # attribute: a product in a region where the model turns torch.autocast off
 IndexSizes = Sequence[Sequence[int]]
 Builder = Callable[[Node, list[Shape], list[Shape]], OpRule]
 Flops = Callable[[Node, Sequence[Value], Value, OpRule], Expr]

@@ -75,7 +75,7 @@ def _problem(plan: Plan, graph: ModelGraph) -> IntraProblem:
     config, task = plan.config, plan.document.get("request", {})
     request = PlanRequest(
         graph,
-        Cluster.local(config.num_devices),
+        Cluster.local(config.num_devices, graph.autocast.partition(" ")[2] or "cpu"),
         int(task.get("seq_len", 2)),
         plan.global_batch_size,
         {"state_slack": config.state_slack},

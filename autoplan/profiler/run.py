@@ -522,8 +522,9 @@ def measure(
 def main_dtypes(graph: ModelGraph, precision: Precision) -> tuple[str, ...]:
     """Return the dtypes to measure: what a model computes in, then its parameters' if the optimizer has others."""
     used = [p.dtype for p in graph.params.values()]
-    computed = precision.compute or (max(sorted(set(used)), key=used.count) if used else "float32")
-    return tuple(dict.fromkeys((computed, "float32") if precision.has_masters else (computed,)))
+    computed = precision.captured or (max(sorted(set(used)), key=used.count) if used else "float32")
+    wide = precision.has_masters or precision.autocast is not None
+    return tuple(dict.fromkeys((computed, "float32") if wide else (computed,)))
 
 
 def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int]) -> list[MeasureTask]:

@@ -22,6 +22,8 @@ from autoplan.ops.products import PACKED, adds_bias
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind
 
+_NOTE = "adapters "  # how the note of a graph with adapters begins
+
 
 @dataclass(frozen=True)
 class _Linear:
@@ -63,19 +65,24 @@ def in_4_bits(graph: ModelGraph, adapters: Adapters) -> ModelGraph:
         held = {x.node.name for x in _linears(block) if not x.head and x.weight not in trained[name]}
         nodes = (replace(n, attrs={**n.attrs, PACKED: True}) if n.name in held else n for n in block.nodes)
         blocks[name] = replace(block, nodes=tuple(nodes))
-    before = f"adapters {replace(adapters, packed=False)}:"
+    before = f"{_NOTE}{replace(adapters, packed=False)}:"
     made = replace(graph, blocks=blocks, notes=tuple(n for n in graph.notes if not n.startswith(before)))
     return replace(made, notes=(*made.notes, adapters_note(made, replace(adapters, packed=True))))
+
+
+def has_adapters(graph: ModelGraph) -> bool:
+    """Return True for a graph that `with_adapters` has made."""
+    return any(note.startswith(_NOTE) for note in graph.notes)
 
 
 def adapters_note(made: ModelGraph, adapters: Adapters) -> str:
     """Return the note of a graph with adapters: what is trained, and what is not stored in 4 bits."""
     trained = sum(p.num_elements for p in made.params.values() if p.trainable)
-    note = f"adapters {adapters}: {scaled(trained)} of {scaled(made.num_params)} parameters are trained"
+    note = f"{_NOTE}{adapters}: {scaled(trained)} of {scaled(made.num_params)} parameters are trained"
     if adapters.packed and any(op_kind(n.op) is OpKind.EXPERTS for b in made.blocks.values() for n in b.nodes):
         note += "; the weights of experts stay as they are, only linear layers are stored in 4 bits"
     if adapters.packed:
-        note += "; the rest keeps its dtype (float32 after PEFT's prepare_model_for_kbit_training, which is not priced)"
+        note += "; the rest keeps its dtype, but under autocast (PEFT's prepare_model_for_kbit_training: float32)"
     return note
 
 

@@ -18,7 +18,7 @@ from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, Layout
 from autoplan.ir.symbols import Expr
 from autoplan.ops.attention import reads_whole_keys, seen_share, with_documents
-from autoplan.ops.record import OpKind
+from autoplan.ops.record import WITHOUT_AUTOCAST, OpKind
 from autoplan.ops.saved import OpFacts, TensorFacts
 from autoplan.ops.strategies import Strategy
 from autoplan.ops.table import op_kind, op_record
@@ -29,7 +29,7 @@ from autoplan.program.statements import Collective
 from autoplan.units import DTYPE_BYTES, most
 
 _FLOATS = frozenset(("float64", "float32", "bfloat16", "float16"))
-_IGNORED_ATTRS = frozenset(("scale", "bias"))
+_IGNORED_ATTRS = frozenset(("scale", "bias", WITHOUT_AUTOCAST))
 _NARROW = (OpKind.PRODUCT, OpKind.EXPERTS)
 
 
@@ -213,8 +213,11 @@ class OpCosts:
 
 
 def _dtype_map(graph: ModelGraph, precision: Precision) -> dict[str, str]:
-    """Map the dtype of most parameters to `precision.compute`; values that the model upcasts keep their dtype."""
-    if precision.compute is None:
+    """Map the dtype of most parameters to `precision.compute`; values that the model upcasts keep their dtype.
+
+    A graph with the casts of autocast has the dtypes that it computes in.
+    """
+    if precision.compute is None or graph.autocast:
         return {}
     main = most((p.dtype, p.num_elements) for p in graph.params.values() if p.dtype in _FLOATS)
     return {} if main is None else {main: precision.compute}

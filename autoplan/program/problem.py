@@ -31,6 +31,7 @@ from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.saved import TensorFacts
 from autoplan.ops.strategies import Strategy, strategies
 from autoplan.ops.table import op_has, op_kind
+from autoplan.program.autocast import weights_of
 from autoplan.program.choice_kinds import ChoiceKind
 from autoplan.program.op_costs import OpCosts
 from autoplan.units import DTYPE_BYTES, ORDER_OF_SUMS
@@ -306,7 +307,7 @@ class _Build:
             return self.known.strategies[key]
         found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
         # a frozen table is split too
-        frozen = any(name in block.params for name in node.tensor_inputs)
+        frozen = not weights_of(self.graph, block).isdisjoint(node.tensor_inputs)
         # summing the counts of parts of the tokens sends less than gathering the expert indices of all tokens
         counts = op_kind(node.op) is OpKind.COUNT
         if not frozen and not counts and not any(block.values[o].requires_grad for o in node.outputs):

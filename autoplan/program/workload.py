@@ -23,6 +23,7 @@ from autoplan.ops.strategies import Strategy
 from autoplan.ops.table import backward_reads_params, flops, op_has, op_kind, op_record, rule_for
 from autoplan.program.activation_bytes import Activations, saved_bytes_of
 from autoplan.program.activations import activations
+from autoplan.program.autocast import weights_of
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.facts import facts_of_model, layer_calls, pipeline_units
 from autoplan.program.fusion import Joined, cast_before, fused_traffic, joined_ops, norm_kernels
@@ -247,7 +248,8 @@ def _node_flops(block: Block, node: Node, op_costs: OpCosts) -> float:
         forward *= seen_share(node, op_costs.num_keys(block, node))  # as Megatron Bridge counts
     if not any(block.values[o].requires_grad for o in node.outputs):
         return forward
-    frozen = any(i in block.params and not block.values[i].requires_grad for i in node.inputs[:2])
+    held = weights_of(op_costs.graph, block)
+    frozen = any(i in held and not block.values[i].requires_grad for i in node.tensor_inputs[:2])
     return forward * (2.0 if frozen else 3.0)
 
 

@@ -173,7 +173,7 @@ def _own(spec: ProgramSpec, at: Place) -> Messages:
     for axis in (at.replicas["all"], "pp"):
         if at.sizes[axis] > 1:
             out["all_reduce", at.canonical[axis], "forward", _LOSS_BYTES] += 1
-    if spec.compute_dtype == "float16" and math.prod(size for _, size in spec.axes) > 1:
+    if "float16" in (spec.compute_dtype, spec.autocast_dtype) and math.prod(size for _, size in spec.axes) > 1:
         out["all_reduce", at.world, "forward", _OVERFLOW_BYTES] += 1
     return out
 

@@ -15,6 +15,7 @@ from autoplan.config.offload import ACTIVATIONS, held_on_host, of_states, search
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.pins import Pins, PinsField
 from autoplan.config.planning import DENSE_GAP, EXPERTS_GAP, SearchSettings
+from autoplan.config.precision import precision_of
 from autoplan.config.recompute import OFFLOAD, RecomputeMix
 from autoplan.config.settings import check_setting
 from autoplan.cost_models.constants import Constants
@@ -24,6 +25,7 @@ from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.program.autocast import of_precision
 from autoplan.program.facts import Facts, facts_of_model, latent_attention
 from autoplan.program.legality import Scope
 from autoplan.schedules.schedule import SCHEDULES
@@ -126,6 +128,8 @@ class PlanRequest(SearchSettings):
             )
         if self.like is not None:
             self._settle(self.like)
+        graph = of_precision(self.graph, precision_of(self.precision), self.cluster.device_type)
+        object.__setattr__(self, "graph", graph)
         try:
             object.__setattr__(self, "pins", Pins(self.pins))
         except PinError as error:

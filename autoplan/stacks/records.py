@@ -273,7 +273,7 @@ class Stack:
         Args:
             latent: True for a model with latent attention, of which some stacks keep the moments in 16 bits.
         """
-        if precision in ("fp32", "native"):
+        if PRECISIONS[precision].grad_bytes is None or PRECISIONS[precision].compute == "float32":
             return precision
         if precision == "bf16" and self.native_since is not None and year >= self.native_since:
             return "native"

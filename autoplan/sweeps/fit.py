@@ -18,6 +18,7 @@ from autoplan.cost_models.hardware.catalog import entries, entry
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.program.adapters import in_4_bits, with_adapters
+from autoplan.program.autocast import without_autocast
 from autoplan.search.best_use import Use, best_use
 from autoplan.search.certificate import Status
 from autoplan.search.infeasible import InfeasibleReport
@@ -178,24 +179,25 @@ def _shorter(r: PlanRequest) -> _Ways:
 
 def _of_adapters(r: PlanRequest) -> _Ways:
     """Yield LoRA and QLoRA; for a model with adapters its frozen weights in 4 bits, if they are not."""
+    model = without_autocast(r.graph)  # each request casts for itself
     if r.adapters is not None:
         there = read_adapters(r.adapters)
         if not there.packed:
             packed = replace(there, packed=True)
-            yield f"adapters {packed}", replace(r, graph=in_4_bits(r.graph, there), adapters=str(packed))
+            yield f"adapters {packed}", replace(r, graph=in_4_bits(model, there), adapters=str(packed))
         return
     lora = Adapters(_RANK)
     try:
-        graph = with_adapters(r.graph, lora)
+        graph = with_adapters(model, lora)
     except PinError:  # the model calls its layers by other names
         lora = Adapters(_RANK, (ALL_LINEAR,))
         try:
-            graph = with_adapters(r.graph, lora)
+            graph = with_adapters(model, lora)
         except PinError:
             return  # it has no linear layers
     yield f"adapters {lora}", replace(r, graph=graph, adapters=str(lora))
     packed = Adapters(_RANK, (ALL_LINEAR,), packed=True)
-    yield f"adapters {packed}", replace(r, graph=with_adapters(r.graph, packed), adapters=str(packed))
+    yield f"adapters {packed}", replace(r, graph=with_adapters(model, packed), adapters=str(packed))
 
 
 def _more_devices(r: PlanRequest) -> _Ways:

@@ -111,7 +111,7 @@ def checkpoint_bytes(graph: ModelGraph, precision: str) -> float:
     p = precision_of(precision)
     out = 0.0
     for param in graph.params.values():
-        width = dtype_bytes(param.dtype if p.compute is None else p.compute)
+        width = dtype_bytes(param.dtype if p.compute is None or graph.autocast else p.compute)
         state = (2 * width if p.state_bytes is None else p.state_bytes) if param.trainable else 0
         out += param.num_elements * (width + state)
     return out

@@ -108,7 +108,7 @@ class Device:
             return self.peak_flops
         dtype = dtype.partition("_block")[0]
         if dtype not in self.peak_flops_by_dtype:
-            there = [p.name for p in PRECISIONS.values() if p.compute and self._has(p.compute, p.matmul)]
+            there = [p.name for p in PRECISIONS.values() if p.compute and self._has(p.compute, p.products)]
             raise PinError(
                 f"{self.name} has no figure for {dtype}; it has {', '.join(self.peak_flops_by_dtype)}: choose a "
                 f"precision among them: {', '.join(there)}"

@@ -211,7 +211,7 @@ class Pricer:
     @property
     def peak_flops(self) -> float:
         """The peak FLOP/s of one device in the dtype of products; if it is only assumed, the most that was measured."""
-        dtype = self.precision.matmul or self.precision.compute or self.workload.main_dtype
+        dtype = self.precision.products or self.workload.main_dtype
         known = self.costs.profile.product_flops if self.costs.profile and self.device.source == ASSUMED else {}
         return known.get(dtype) or self.device.flops(dtype)
 

@@ -97,12 +97,13 @@ def _flags(
     recompute: str = "full",
     zero: int = 0,
     adapters: str | None = None,
+    precision: str = "native",
 ) -> tuple[str, ...]:
     devices = int(cluster.split("x")[1])
     out = ["--cluster", cluster, "--seq-len", str(seq), "--mbs", str(micro), "--like", like]
     out += ["--global-batch-size", str(batch or micro * devices), "--recompute", recompute, "--zero", str(zero)]
     # DeepSpeed has masters of what is trained
-    out += ["--precision", "bf16" if like.startswith("deepspeed") else "native"]
+    out += ["--precision", "bf16" if like.startswith("deepspeed") else precision]
     return (*out, *(() if adapters is None else ("--adapters", adapters)), *more)
 
 
@@ -236,7 +237,8 @@ def _unsloth() -> Iterator[Run]:
         *(("llama-3.1-8b", gib, seq) for gib, seq in ((12, 932), (16, 2551), (24, 5789), (40, 12264), (80, 28454))),
         ("llama-3.1-70b", 80, 6916),
     ):
-        flags = _flags("1x1xa100-sxm4-80gb", seq, 1, "accelerate@24.11", adapters=f"qlora:32:{_ALL}")
+        flags = _flags("1x1xa100-sxm4-80gb", seq, 1, "accelerate@24.11", adapters=f"qlora:32:{_ALL}",
+                       precision="bf16-autocast")  # fmt: skip
         yield Run("unsloth", f"{model} {seq}", model, flags, None, gib * GIB, USED)
 
 

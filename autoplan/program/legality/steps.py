@@ -180,7 +180,7 @@ def _compressed_shards(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _compressed_sums(c: ParallelConfig, f: Facts) -> str | None:
-    if f.gradient_compression != "PowerSGD" or precision_of(f.precision).compute != "float16":
+    if f.gradient_compression != "PowerSGD" or precision_of(f.precision).captured != "float16":
         return None
     return (
         f"precision {f.precision!r} with PowerSGD: the compression error of one step is added to the next, whose loss "
@@ -198,8 +198,11 @@ def _compile(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _graph_dtype(c: ParallelConfig, f: Facts) -> str | None:
-    computed = precision_of(f.precision).compute
+    precision = precision_of(f.precision)
+    computed = precision.compute
     if not f.as_given or f.model is None or None in (computed, f.model.main_dtype) or f.model.main_dtype == computed:
+        return None
+    if precision.autocast is not None:  # its casts are added to a graph of any dtype
         return None
     return (
         f"precision {f.precision!r} computes in {computed}, but the graph of {f.model.name} is one of "
