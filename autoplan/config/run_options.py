@@ -46,7 +46,7 @@ class RunOptions:
         written=Written.WORD,
         words=Attention,
         said_as="{} attention",
-        executed=((Attention.FLASH2, (Mode.EAGER, Mode.COMPILED)),),
+        executed=((Attention.FLASH2, tuple(Mode)),),
         about=("Attention kernel: `unfused`, `flash1`, `flash2` or `fused`; default: that of the mode"),
     )
     launch: Launch = choice(

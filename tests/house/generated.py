@@ -25,7 +25,7 @@ import grimp
 import networkx as nx
 
 from autoplan.config.choice import Choice, Written, choices_of
-from autoplan.config.parallel import ParallelConfig, RunOptions
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.settings import setting
 from autoplan.exporters.targets import TARGETS
 from autoplan.plans.sections import plan_schema
@@ -137,7 +137,8 @@ def _executed(record: Choice) -> str:
     found: dict[tuple[str, ...], list[str]] = {}
     for value, modes in record.executed:
         found.setdefault(modes, []).append(f"`{','.join(value) if isinstance(value, frozenset) else value}`")
-    return "; ".join(f"{', '.join(values)} in {' and '.join(modes)} mode" for modes, values in found.items())
+    where = {modes: "" if modes == tuple(Mode) else f" in {' and '.join(modes)} mode" for modes in found}
+    return "; ".join(f"{', '.join(values)}{where[modes]}" for modes, values in found.items())
 
 
 def targets_table() -> str:
