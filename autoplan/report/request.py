@@ -100,7 +100,7 @@ def read_request(
         like = read_like(task.like, {**task.options, "mode": task.mode, "precision": task.precision})
     mode = read_mode(setting("mode").default if task.mode is None else task.mode)
     precision = setting("precision").default if task.precision is None else task.precision
-    if like is None or task.precision is not None:
+    if like is None or not precision:  # a stack also knows precisions of its own
         check_setting("precision", precision)
     tokens = read_count(task.seq_len, "--seq-len")
     batch = read_count(task.global_batch_size, "--global-batch-size")
