@@ -13,6 +13,7 @@ from enum import Enum, StrEnum
 from functools import lru_cache
 from typing import Any
 
+from autoplan.config.kernels import Mode
 from autoplan.errors import PinError
 
 
@@ -62,7 +63,9 @@ class Choice:
         word: The name in reports; empty: `name`.
         open_word: The value None in reports.
         reported: True if a plan in JSON contains the choice.
-        executed: True if the runtime executes every value, or if a separate rule says which.
+        executed: True if the runtime executes every value, or if a separate rule says which. Otherwise the values
+            other than the default that it executes, each with the modes in which it does. The default is always
+            executed.
     """
 
     name: str = ""
@@ -91,12 +94,23 @@ class Choice:
     word: str = ""
     open_word: str = "default"
     reported: bool = True
-    executed: bool = False
+    executed: bool | tuple[tuple[Any, tuple[Mode, ...]], ...] = False
 
     @property
     def flag(self) -> str:
         """The flag that reports use."""
         return self.flags[0] if self.flags else f"--{self.name.replace('_', '-')}"
+
+    def runs(self, value: object, mode: Mode) -> bool:
+        """Return True if autoplan's own runtime executes `value` in `mode`."""
+        if isinstance(self.executed, bool):
+            return self.executed or value == self.default
+        return value == self.default or any(value == one and mode in modes for one, modes in self.executed)
+
+    def executed_in(self, mode: Mode) -> Any:
+        """Return a value that the runtime executes in `mode`: the default, or what a default of None stands for."""
+        named = () if isinstance(self.executed, bool) else self.executed
+        return next((one for one, modes in named if self.default is None and mode in modes), self.default)
 
     def reason(self, value: object) -> str | None:
         """Return the reason why `value` is illegal for every model and cluster, or None if it is legal for some."""

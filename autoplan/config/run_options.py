@@ -46,11 +46,8 @@ class RunOptions:
         written=Written.WORD,
         words=Attention,
         said_as="{} attention",
-        executed=True,
-        about=(
-            "Attention kernel: `unfused`, `flash1`, `flash2` or `fused`; default: that of the mode. Only `flash2` is "
-            "executed"
-        ),
+        executed=((Attention.FLASH2, tuple(Mode)),),
+        about=("Attention kernel: `unfused`, `flash1`, `flash2` or `fused`; default: that of the mode"),
     )
     launch: Launch = choice(
         Launch.ASYNC,
@@ -74,9 +71,10 @@ class RunOptions:
         said_as="overlap of {}",
         of_step=True,
         about=(
-            "Communication that overlaps with computing, separated by commas: `tp`, `ep`, `pp`, `cp`. Only `tp` alone, "
-            "in compiled mode, is executed (async TP)"
+            "Communication that overlaps with computing, separated by commas: `tp` (in compiled mode async TP), `ep`, "
+            "`pp`, `cp`"
         ),
+        executed=((frozenset({"tp"}), (Mode.COMPILED,)),),
     )
     dispatcher: Dispatcher = choice(
         Dispatcher.ALL_TO_ALL,
@@ -137,6 +135,7 @@ class RunOptions:
             "logits, whose gradient is written in place (`flash`, flash-attention's; `online`, Transformer Engine's "
             "`te`), or in one with the head's product, which makes some logits at a time (`linear`, Liger's)"
         ),
+        executed=((FusedLoss.TORCH, (Mode.COMPILED,)), (FusedLoss.COMPILED, (Mode.COMPILED,))),
     )
     whole_losses: bool = choice(
         False,
@@ -291,6 +290,7 @@ class RunOptions:
             "What full recompute runs again: `needed` (up to the last tensor that the backward needs; the default in "
             "eager mode) or `whole` (the default in the others)"
         ),
+        executed=((Reruns.NEEDED, (Mode.EAGER,)), (Reruns.WHOLE, (Mode.COMPILED,))),
     )
     # Krell et al., Efficient Sequence Packing without Cross-contamination, 2021; None: a sequence is one document
     document_len: int | None = choice(

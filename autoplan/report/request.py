@@ -98,9 +98,9 @@ def read_request(
     like = None
     if task.like is not None:
         like = read_like(task.like, {**task.options, "mode": task.mode, "precision": task.precision})
-    mode = read_mode(task.mode or setting("mode").default)
-    precision = task.precision or setting("precision").default
-    if like is None:
+    mode = read_mode(setting("mode").default if task.mode is None else task.mode)
+    precision = setting("precision").default if task.precision is None else task.precision
+    if like is None or not precision:  # a stack also knows precisions of its own
         check_setting("precision", precision)
     tokens = read_count(task.seq_len, "--seq-len")
     batch = read_count(task.global_batch_size, "--global-batch-size")

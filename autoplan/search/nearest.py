@@ -206,7 +206,7 @@ def _words(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
     if name == "offload":
         return [OPTIMIZER, NOTHING, PARAMETERS]
     if name == "schedule":
-        return sorted(SCHEDULES, key=lambda s: -difflib.SequenceMatcher(None, str(value), s).ratio())
+        return sorted(SCHEDULES, key=lambda s: -difflib.SequenceMatcher(None, str(value).lower(), s.lower()).ratio())
     if name == "context_method":
         cp = given.get("cp", 1)
         return [m.name for m in methods(cp)] if is_count(cp) else []

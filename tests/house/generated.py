@@ -25,7 +25,7 @@ import grimp
 import networkx as nx
 
 from autoplan.config.choice import Choice, Written, choices_of
-from autoplan.config.parallel import ParallelConfig, RunOptions
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.settings import setting
 from autoplan.exporters.targets import TARGETS
 from autoplan.plans.sections import plan_schema
@@ -126,8 +126,19 @@ def options_table() -> str:
     for record in (setting("mode"), setting("precision"), *choices_of(RunOptions)):
         turned_off = record.written is Written.SWITCH and record.default
         flag = record.flag.replace("--", "--no-") if turned_off else record.flag
-        rows.append(f"| `{flag}` | {_effect(record)} | {'yes' if record.executed else 'no'} |")
+        rows.append(f"| `{flag}` | {_effect(record)} | {_executed(record)} |")
     return "\n".join(("| flag | meaning | executed |", "|---|---|---|", *rows))
+
+
+def _executed(record: Choice) -> str:
+    """Return which values of an option are executed, beside its default."""
+    if isinstance(record.executed, bool):
+        return "yes" if record.executed else "no"
+    found: dict[tuple[str, ...], list[str]] = {}
+    for value, modes in record.executed:
+        found.setdefault(modes, []).append(f"`{','.join(value) if isinstance(value, frozenset) else value}`")
+    where = {modes: "" if modes == tuple(Mode) else f" in {' and '.join(modes)} mode" for modes in found}
+    return "; ".join(f"{', '.join(values)}{where[modes]}" for modes, values in found.items())
 
 
 def targets_table() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autoplan.config.choice import choices_of
 from autoplan.config.offload import NEEDS_SHARDS, lacks_shards, no_host_link, offload_text
-from autoplan.config.parallel import Attention, Launch, Mode, ParallelConfig, RunOptions
+from autoplan.config.parallel import Launch, Mode, ParallelConfig, RunOptions
 from autoplan.config.precision import precision_obstacle as _precision_obstacle
 from autoplan.config.precision import precision_of
 from autoplan.config.recompute import (
@@ -249,17 +249,22 @@ def _mode(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _options(c: ParallelConfig, f: Facts) -> str | None:
-    records = (r for r in choices_of(RunOptions) if not r.executed)
     wide = precision_of(f.precision).matmul is None
-    names = [r.name for r in records if getattr(f.options, r.name) != r.default and not (wide and r.of_narrow)]
-    if _in_pieces(f):
-        names.remove("overlap")
-    if f.mode is not Mode.FUSED and f.options.attention_in(f.mode) is not Attention.FLASH2:
-        names.insert(0, "attention")
-    if not names:
+    asked = {r: getattr(f.options, r.name) for r in choices_of(RunOptions) if not (wide and r.of_narrow)}
+    priced = {r: value for r, value in asked.items() if not r.runs(value, f.mode)}
+    if not priced:
         return None
-    options = f"option {names[0]} is" if len(names) == 1 else f"options {', '.join(names)} are"
-    return f"the {options} priced, but not executed"
+    names = ", ".join(f"{r.name}={_text(value)}" for r, value in priced.items())
+    nearest = ", ".join(f"{r.name}={_text(r.executed_in(f.mode))}" for r in priced)
+    options = f"option {names} is" if len(priced) == 1 else f"options {names} are"
+    return f"the {options} priced, but not executed; executed: {nearest}"
+
+
+def _text(value: object) -> str:
+    """Return the value of an option in words."""
+    if value is None or isinstance(value, bool):
+        return {None: "default", True: "yes", False: "no"}[value]
+    return (",".join(sorted(value)) or "none") if isinstance(value, frozenset) else str(value)
 
 
 def _graphs(c: ParallelConfig, f: Facts) -> str | None:
