@@ -13,11 +13,11 @@ How the other ranks end:
   groups, because a DeviceMesh's groups do not inherit it: build meshes after ``init_process_group``.
 
 How they learn the reason: every rank answers questions over its own socket (autoplan.runtime.peers). A rank that
-raises, or whose script ends, tells its neighbours before its connections close. A rank whose collective breaks looks at
-what it was told, then asks every other rank. A refused connection means that the process is gone, no answer within
-GRACE_S that it is stopped, and an answer that the rank does something else means that it did not come to the
-collective. Silence alone ends nothing before the timeout: a debugger, a loaded machine or a long C call make a healthy
-rank silent.
+raises, or whose script ends, tells some others before its connections close, and they pass it on: four times among
+1,024 ranks. A rank whose collective breaks looks at what it was told, then asks every other rank. A refused connection
+means that the process is gone, no answer within GRACE_S that it is stopped, and an answer that the rank does something
+else means that it did not come to the collective. Silence alone ends nothing before the timeout: a debugger, a loaded
+machine or a long C call make a healthy rank silent.
 
 Between calls each rank asks the next rank every POLL_S whether it lives, and tells the others if it is gone. Work of
 rank 0 for which the others wait (planning) does not count against the timeout: see ``work_of_first``.
@@ -58,7 +58,8 @@ GRACE_S = 10.0
 ANSWER_S = 2.0
 # How often a rank asks the next one whether it lives.
 POLL_S = 0.5
-# How long a failing rank keeps its NCCL connections after telling the others, which look every POLL_S.
+# How long a failing rank keeps its NCCL connections after telling others, which look every POLL_S, and POLL_S longer
+# for each further time that the others have to pass it on.
 HEAD_START_S = 2 * POLL_S
 # Silence of a rank after which a warning is logged, and time of waiting for rank 0 after which a line is logged.
 SILENCE_NOTE_S = 30.0
@@ -259,6 +260,9 @@ def _watch(state: Ranks) -> None:
             # only report.
             logger.error("%s", _failure(news))
             told = True
+            # passed on first: where this rank's connections break, torch's watchdog ends processes that know nothing
+            with contextlib.suppress(OSError):
+                state.tell()
             _abort(state)
         ring = (r % state.world for r in range(state.rank + 1, state.rank + state.world))
         following = next((r for r in ring if not state.known.explains(r)), None)
@@ -525,7 +529,7 @@ def _leave(failure: RankFailure) -> None:
             state.tell()
         if not state.aborted and private.nccl_groups():
             # torch's watchdog ends processes whose NCCL connections break: let their own watch act first
-            time.sleep(HEAD_START_S)
+            time.sleep(HEAD_START_S + POLL_S * (state.hops - 1))
     connections.shut_down()
     with contextlib.suppress(Exception):
         private.abort_process_groups()

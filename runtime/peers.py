@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import functools
 import json
 import logging
 import os
@@ -22,8 +23,9 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count, takewhile
 from typing import Any
 
 # Connections opened at the same time by one question to many.
@@ -208,7 +210,26 @@ def route_to(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def neighbours(rank: int, world: int, reach: int) -> Iterable[int]:
-    """Return up to `reach` ranks on either side of `rank` on the ring of all ranks, nearest first, without `rank`."""
-    near = (place % world for step in range(1, reach + 1) for place in (rank + step, rank - step))
-    return [r for r in dict.fromkeys(near) if r != rank]
+def told_by(rank: int, world: int, reach: int) -> Sequence[int]:
+    """Return the ranks that `rank` tells of a failure, on the ring of all ranks and without itself.
+
+    They are up to `reach` on either side, nearest first, then one on either side at each double of that distance.
+    """
+    near = list(range(1, min(reach, world) + 1))
+    far = takewhile(lambda step: step <= world // 2, (reach << k for k in count(1)))
+    places = ((place % world) for step in (*near, *far) for place in (rank + step, rank - step))
+    return [r for r in dict.fromkeys(places) if r != rank]
+
+
+@functools.cache
+def hops_of_news(world: int, reach: int) -> int:
+    """Return the number of times that a failure is told until the last rank knows of it, if all of `told_by` pass it
+    on.
+    """
+    steps = told_by(0, world, reach)
+    known, newest, hops = {0}, {0}, 0
+    while newest:
+        newest = {(rank + step) % world for rank in newest for step in steps} - known
+        known |= newest
+        hops += bool(newest)
+    return hops

@@ -10,11 +10,11 @@ from typing import Any
 
 from autoplan.runtime import activity
 from autoplan.runtime.news import Knowledge, News, NewsKind
-from autoplan.runtime.peers import Address, Listener, Silence, ask, neighbours
+from autoplan.runtime.peers import Address, Listener, Silence, ask, hops_of_news, told_by
 
-# Seconds that telling the neighbours may delay a rank that ends.
+# Seconds that telling others may delay a rank that ends.
 TELL_S = 1.0
-# Ranks on either side that are told of a failure; the others learn it when they ask.
+# Nearest ranks on either side that are told of a failure, besides some far ones (`told_by`). All of them pass it on.
 _REACH = 8
 
 
@@ -113,9 +113,14 @@ class Ranks:
         return found
 
     def tell(self) -> None:
-        """Tell the neighbours what this rank knows."""
-        near = neighbours(self.rank, self.world, _REACH)
-        ask({r: self.addresses[r] for r in near if r not in self.known.left}, self.known.to_plain(), TELL_S)
+        """Tell others what this rank knows."""
+        others = told_by(self.rank, self.world, _REACH)
+        ask({r: self.addresses[r] for r in others if r not in self.known.left}, self.known.to_plain(), TELL_S)
+
+    @property
+    def hops(self) -> int:
+        """The number of times that a failure is told until all ranks know of it, if each passes it on."""
+        return hops_of_news(self.world, _REACH)
 
     def find_out(self, grace_s: float) -> News:
         """Return the cause of a broken collective: a report, else a conclusion from the answers of the others.

@@ -6,6 +6,7 @@ received together, are on a device at a time; on the CPU nothing is copied on th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 CPU = torch.device("cpu")
 HOST_BUCKET_BYTES = 64 << 20
+# What both gloo and NCCL send (complex numbers as pairs). Others, such as int16 and floats of 8 bits, travel as bytes.
+_SENT = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
+        *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    }
+)
 
 
 def gather(
@@ -28,6 +36,10 @@ def gather(
     """
     shapes = [tuple(s) for s in shapes]
     flat = local.contiguous().view(-1)
+    if local.dtype not in _SENT:
+        sizes = [[math.prod(s) * local.element_size()] for s in shapes]
+        found = gather(flat.view(torch.uint8), sizes, group, device)
+        return [part.view(local.dtype).view(shape) for part, shape in zip(found, shapes, strict=True)]
     if device.type == local.device.type == CPU.type and len(set(shapes)) == 1:
         whole = [torch.empty_like(flat) for _ in shapes]
         dist.all_gather(whole, flat, group=group)
@@ -59,12 +71,12 @@ def broadcast_whole(
     tensor: torch.Tensor, source: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> None:
     """Give a contiguous tensor on the host the values that it has on rank `source`. A collective."""
-    flat = tensor.view(-1)
+    flat = tensor.view(-1) if tensor.dtype in _SENT else tensor.view(-1).view(torch.uint8)
     if device.type == CPU.type:
         dist.broadcast(flat, source, group=group)
         return
-    step = min(flat.numel(), max(1, HOST_BUCKET_BYTES // tensor.element_size()))
-    bucket = torch.empty(step, dtype=tensor.dtype, device=device)
+    step = min(flat.numel(), max(1, HOST_BUCKET_BYTES // flat.element_size()))
+    bucket = torch.empty(step, dtype=flat.dtype, device=device)
     for begin in range(0, flat.numel(), step or 1):
         size = min(step, flat.numel() - begin)
         piece, sent = flat.narrow(0, begin, size), bucket.narrow(0, 0, size)

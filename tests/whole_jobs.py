@@ -24,6 +24,14 @@ def there_and_back(rank: int, world: int, bucket_bytes: int) -> dict[str, bool]:
             own = own and torch.equal(whole.own_shard(full, sharded), sharded.to_local())
         value = torch.full((37,), float(rank))
         whole.broadcast_whole(value, 2, CPU)
+        for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn):  # neither gloo nor NCCL sends them
+            shapes = [(2, 3)] * (world - 1) + [(1, 3)]
+            parts = [torch.full(shape, 2 * i + 1).to(dtype) for i, shape in enumerate(shapes)]
+            gathered = whole.gather(parts[rank], shapes, dist.group.WORLD, CPU)
+            found[str(dtype)] = all(torch.equal(a.float(), b.float()) for a, b in zip(gathered, parts, strict=True))
+            bits = parts[rank].reshape(-1)[:3].clone()
+            whole.broadcast_whole(bits, 2, CPU)
+            found[str(dtype)] &= bits.dtype == dtype and torch.equal(bits.float(), torch.full((3,), 5.0))
         dist.barrier()
         return {**found, "own": own, "brought": torch.equal(value, torch.full((37,), 2.0))}
     finally:
