@@ -40,6 +40,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from autoplan.runtime import activity, connections, private
@@ -432,9 +433,13 @@ def guard(
 
 
 def guarded(call: str, passing: tuple[type[Exception], ...] = ()) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Run every call of a function under ``guard(call=call, passing=passing)``."""
+    """Run every call of a function under ``guard(call=call, passing=passing)``.
+
+    In a script under torch.compile it runs as it is: its collectives and messages are no part of a graph.
+    """
 
     def decorate(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+        @_uncompiled
         @functools.wraps(fn)
         def inside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with guard(call=call, passing=passing):
@@ -443,6 +448,12 @@ def guarded(call: str, passing: tuple[type[Exception], ...] = ()) -> Callable[[C
         return inside
 
     return decorate
+
+
+def _uncompiled(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    disable: Any = torch.compiler.disable  # which has no types
+    made: Callable[_P, _R] = disable(fn, reason="autoplan compiles blocks by itself, compile= of autoplan.parallelize")
+    return made
 
 
 @contextlib.contextmanager
