@@ -125,17 +125,25 @@ def timeout_of(timeout_s: float | None = None) -> timedelta:
     """Return the timeout of collectives: the argument, else AUTOPLAN_TIMEOUT_S, else 600; all in seconds.
 
     Raises:
-        ValueError: it is not a positive number.
+        ValueError: it is not a positive number, or too many seconds for torch.
     """
-    if timeout_s is None:
-        text = os.environ.get(TIMEOUT_VARIABLE, "")
+    given: object = timeout_s
+    text = os.environ.get(TIMEOUT_VARIABLE, "") if given is None else ""
+    name = TIMEOUT_VARIABLE if text else "timeout_s"
+    if given is None:
         try:
-            timeout_s = float(text) if text else DEFAULT_TIMEOUT_S
+            given = float(text or DEFAULT_TIMEOUT_S)
         except ValueError:
-            raise ValueError(f"{TIMEOUT_VARIABLE} must be a number of seconds, not {text!r}") from None
-    if not timeout_s > 0:
-        raise ValueError(f"the timeout must be positive, not {timeout_s} s")
-    return timedelta(seconds=timeout_s)
+            given = text
+    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 < given <= _LONGEST_S:
+        raise ValueError(
+            f"{name}={given!r} must be a positive number of seconds, at most {_LONGEST_S:.0e}; by default it is "
+            f"{DEFAULT_TIMEOUT_S:.0f}"
+        )
+    return timedelta(seconds=given)
+
+
+_LONGEST_S = 1e9  # 30 years
 
 
 def init_process_group(backend: str | None = None, *, timeout_s: float | None = None, **options: Any) -> None:

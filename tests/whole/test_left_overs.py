@@ -6,14 +6,19 @@ import copy
 import gc
 import io
 import pickle
+import re
 import warnings
 import weakref
 from pathlib import Path
+from typing import Any
 
 import left_over_jobs
 import pytest
 import torch
 from harness import pool
+
+import autoplan
+from autoplan.errors import PinError
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -133,3 +138,27 @@ def test_warnings_name_the_line_of_the_script() -> None:
         model.state_dict()
         model(batch["ids"], batch["scale"])
     assert [Path(w.filename).name for w in found] == [Path(__file__).name] * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"timeout_s": "a"}, "timeout_s='a' must be a positive number of seconds"),
+        ({"timeout_s": -1}, "timeout_s=-1 must be a positive number of seconds"),
+        ({"pins": "tp=2"}, "pins='tp=2' is of type str; give a mapping"),
+        ({"folder": 5}, "folder=5 is of type int; give the path of a folder"),
+        ({"program": {}}, "program={} is of type dict; give the path of a folder"),
+        ({"plan": 5}, "plan=5 is of type int; give an autoplan.Plan, or the path of its file"),
+        ({"check": "yes"}, "check='yes' is of type str; give True or False"),
+        ({"param_groups": 5, "optimizer": torch.optim.SGD}, "param_groups=5 is of type int; give {pattern: settings}"),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_type_are_named(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(PinError, match=re.escape(says)):
+        autoplan.parallelize(
+            left_over_jobs.Net(), example_inputs=left_over_jobs.batch_of(), loss_fn=left_over_jobs.loss_fn, **given
+        )
+    assert autoplan.Cluster.parse(Path("local:2")).num_devices == 2
+    with pytest.raises(PinError, match="cluster=5 is of type int; give a text"):
+        autoplan.Cluster.parse(5)  # type: ignore[arg-type]
