@@ -33,6 +33,7 @@ from autoplan.planning import (
     SoFar,
     cheapest_program,
     check_as_planned,
+    check_kinds,
     check_world,
     global_batch,
     graph_for_plan,
@@ -178,9 +179,10 @@ def parallelize(
     """
     measured, given = not isinstance(cluster, Cluster), plan if plan is not None else program
     _check_given(plan, program, pins, profile)
+    check_kinds(plan, {"folder": folder, "program": program, "weights": weights}, param_groups, check, timeout_s)
     cluster = _cluster_of_job(cluster, model, device)
     verify = check_verify(verify)
-    pins = {**({} if gradient_compression is None else {"zero_stage": 0}), **(pins or {})}
+    pins = {**({} if gradient_compression is None else {"zero_stage": 0}), **Pins(pins)}
     _check_run(cluster, pins, precision, gradient_compression, async_tp, compile)
     if program is None or verify == "required":
         example_inputs = examples(model, example_inputs)

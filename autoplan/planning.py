@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -18,7 +19,7 @@ from autoplan.codegen.program import Layouts, Program, compile_program
 from autoplan.config.adapters import read_adapters
 from autoplan.config.choices import option_data
 from autoplan.config.kernels import ASYNC_TP, AUTO, COMPILE
-from autoplan.config.keys import check_count
+from autoplan.config.keys import check_count, check_kind
 from autoplan.config.numbers import without_numpy
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.pins import Pins
@@ -38,6 +39,7 @@ from autoplan.program.adapters import with_adapters
 from autoplan.program.autocast import of_precision
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
+from autoplan.runtime.failure import timeout_of
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.search.layout_store import LayoutStore
 from autoplan.search.planner import PlanRequest, search_plan
@@ -178,6 +180,8 @@ def compile(
         >>> plan = autoplan.plan(model, "local:2", example_inputs=batch, loss_fn=loss_fn, global_batch_size=8)
         >>> program = autoplan.compile(model, plan, "program", example_inputs=batch, loss_fn=loss_fn)
     """
+    check_kind("plan", plan, Plan | str | PathLike, "an autoplan.Plan, or the path of its file")
+    check_kind("out", out, str | PathLike, "the path of a folder")
     given = plan if isinstance(plan, Plan) else Plan.read(plan)
     task = captured(model, example_inputs, loss_fn, given.precision, verify)
     graph = graph_for_plan(given, task.graph)
@@ -194,6 +198,22 @@ def compile_command(model: str, plan: Path, out: Path) -> ProgramSpec:
 
     import_from_here()
     return compile(model, plan, out).spec
+
+
+def check_kinds(
+    plan: object, paths: Mapping[str, object], param_groups: object, check: object, timeout_s: float | None
+) -> None:
+    """Raise PinError for arguments of `parallelize` of another type. `paths`: those that are paths, by name."""
+    for name, value in paths.items():
+        check_kind(name, value, str | PathLike | None, "the path of a folder")
+    check_kind("plan", plan, Plan | str | PathLike | None, "an autoplan.Plan, or the path of its file")
+    check_kind("check", check, bool, "True or False")
+    if param_groups is not None and not callable(param_groups):
+        check_kind("param_groups", param_groups, Mapping, "{pattern: settings}, or a function of name and shape")
+    try:
+        timeout_of(timeout_s)
+    except ValueError as exc:
+        raise PinError(str(exc)) from None
 
 
 # -- search ------------------------------------------------------------------------------------------------------------

@@ -111,6 +111,7 @@ class Batches:
         num_micro_batches: the number of equal parts into which a batch is cut.
         device: where the program runs.
         given: the counts of every global batch, if ranks need not agree on them.
+        dtype: a floating dtype that the program runs in instead of the captured one, or None.
     """
 
     def __init__(
@@ -120,11 +121,16 @@ class Batches:
         num_micro_batches: int,
         device: torch.device,
         given: Counts | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._given = given
         self._spec, self._mesh, self._num, self._device = spec, mesh, num_micro_batches, device
         # Counting labels and agreeing on them wait for the device, and so for earlier copies to it.
         self._waited_for = spec.loss_count is not LossUnit.NONE or mesh.world_size > 1
+        floats = {n for n, wanted in spec.input_dtypes if dtype is not None and "float" in wanted}
+        self._limits = {n: allowed for n, allowed in spec.dtype_limits if n not in floats}
+        longs = {n for n, wanted in spec.input_dtypes if wanted == "int64"}
+        self._numbers = [n for n, _ in spec.dtype_limits if n in longs]  # rows or classes, in any width
         self._fits: Shapes | None = None  # of the last batches without a problem, which need no second look
         self._settings: tuple[dict[str, str], int] | None = None  # of the last step, and their fingerprint
         self._printed: tuple[Shapes | None, int] = None, 0  # shapes, and their fingerprint without contents
@@ -135,6 +141,8 @@ class Batches:
         `num`: the number of parts, whose sizes differ by at most one sample; None: that of a step.
         """
         whole = {n: batch[n].to(self._device, non_blocking=self._waited_for) for n in self._spec.inputs}
+        for name in self._numbers:
+            whole[name] = whole[name].long()
         if (num or self._num) == 1:
             return [whole]
         cuts = {n: torch.tensor_split(x, num or self._num) for n, x in whole.items()}
@@ -234,10 +242,23 @@ class Batches:
         for name, shape in self._spec.input_shapes:
             if batch[name].dim() != len(shape):
                 return f"{name} has shape {tuple(batch[name].shape)}; this program takes {len(shape)} dims"
+        return self._dtypes(batch)
+
+    def _dtypes(self, batch: Mapping[str, Any]) -> str | None:
+        """Return which input has a dtype that PyTorch would refuse in the module, too; None if none has.
+
+        Where sums and products of several dtypes are all that an input meets, it may have another than the example.
+        """
+        limits = self._limits
         for name, wanted in self._spec.input_dtypes:
             found = batch[name].dtype
-            if found.is_floating_point != getattr(torch, wanted).is_floating_point:
-                return f"{name} is {found}; the program was captured with {wanted}"
+            other = str(found)[6:] not in limits.get(name, (str(found)[6:],))
+            if other or found.is_floating_point != getattr(torch, wanted).is_floating_point:
+                more = [f"torch.{each}" for each in limits.get(name, ()) if each != wanted]
+                also = f" and takes {' or '.join(more)}, too" if more else ""
+                return (
+                    f"{name} is {found}; the program was captured with {wanted}{also}: give {name}.to(torch.{wanted})"
+                )
         return None
 
     def _samples(self, batch: Mapping[str, torch.Tensor]) -> str | None:

@@ -40,6 +40,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from autoplan.runtime import activity, connections, private
@@ -125,17 +126,25 @@ def timeout_of(timeout_s: float | None = None) -> timedelta:
     """Return the timeout of collectives: the argument, else AUTOPLAN_TIMEOUT_S, else 600; all in seconds.
 
     Raises:
-        ValueError: it is not a positive number.
+        ValueError: it is not a positive number, or too many seconds for torch.
     """
-    if timeout_s is None:
-        text = os.environ.get(TIMEOUT_VARIABLE, "")
+    given: object = timeout_s
+    text = os.environ.get(TIMEOUT_VARIABLE, "") if given is None else ""
+    name = TIMEOUT_VARIABLE if text else "timeout_s"
+    if given is None:
         try:
-            timeout_s = float(text) if text else DEFAULT_TIMEOUT_S
+            given = float(text or DEFAULT_TIMEOUT_S)
         except ValueError:
-            raise ValueError(f"{TIMEOUT_VARIABLE} must be a number of seconds, not {text!r}") from None
-    if not timeout_s > 0:
-        raise ValueError(f"the timeout must be positive, not {timeout_s} s")
-    return timedelta(seconds=timeout_s)
+            given = text
+    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 < given <= _LONGEST_S:
+        raise ValueError(
+            f"{name}={given!r} must be a positive number of seconds, at most {_LONGEST_S:.0e}; by default it is "
+            f"{DEFAULT_TIMEOUT_S:.0f}"
+        )
+    return timedelta(seconds=given)
+
+
+_LONGEST_S = 1e9  # 30 years
 
 
 def init_process_group(backend: str | None = None, *, timeout_s: float | None = None, **options: Any) -> None:
@@ -436,9 +445,13 @@ def guard(
 
 
 def guarded(call: str, passing: tuple[type[Exception], ...] = ()) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Run every call of a function under ``guard(call=call, passing=passing)``."""
+    """Run every call of a function under ``guard(call=call, passing=passing)``.
+
+    In a script under torch.compile it runs as it is: its collectives and messages are no part of a graph.
+    """
 
     def decorate(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+        @_uncompiled
         @functools.wraps(fn)
         def inside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with guard(call=call, passing=passing):
@@ -447,6 +460,12 @@ def guarded(call: str, passing: tuple[type[Exception], ...] = ()) -> Callable[[C
         return inside
 
     return decorate
+
+
+def _uncompiled(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    disable: Any = torch.compiler.disable  # which has no types
+    made: Callable[_P, _R] = disable(fn, reason="autoplan compiles blocks by itself, compile= of autoplan.parallelize")
+    return made
 
 
 @contextlib.contextmanager

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import warnings
+import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from autoplan.runtime.agree import AgreedRuntimeError
 from autoplan.runtime.given_numbers import GivenNumbers
 from autoplan.runtime.shards import trained_as_captured
+from autoplan.runtime.warned import warn_script
 
 _HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # they run, or are read through, whatever they hold
@@ -51,10 +52,11 @@ class GivenModule:
         ]
         self._children = [(name, weakref.ref(module), held) for name, module in model.named_modules()
                           if (held := _children(module))]  # fmt: skip
-        self._late: list[tuple[str, weakref.ref[Any], tuple[int, int]]] = [
+        self._late: list[tuple[str, weakref.ref[Any], _Form]] = [
             (name, weakref.ref(held), _form(held)) for name, held in (*model.named_modules(), *model.named_parameters())
         ]
         self._evaluated = "" if model.training else _first_that_trains_otherwise(model)
+        self._modes = [(name, weakref.ref(m), m.training) for name, m in model.named_modules() if _has_modes(m)]
         memo: dict[int, Any] = {id(p): _without_memory(p) for p in model.parameters()}
         kept = {id(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
         memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers() if id(b) in kept}
@@ -103,41 +105,63 @@ class GivenModule:
         self._late = []
         self.numbers.loaded(values)
 
-    def warn_before_first_step(self) -> None:
-        """Warn, once, of what happened to the module after the program was made, which has no part in it: values that
-        were loaded into it, hooks that were registered."""
+    def warn_before_step(self, first: bool) -> None:
+        """Warn, once, of what happened to the module after the program was made, which has no part in it: before the
+        first step of values that were loaded into it and hooks that were registered, before any of another mode."""
+        if first:
+            self._warn_of_late_changes()
+        self._warn_of_other_mode()
+
+    def _warn_of_late_changes(self) -> None:
         late, self._late = self._late, []
-        for name, reference, (version, hooks) in late:
+        for name, reference, (version, hooks, dtype) in late:
             held = reference()
             if held is None:
                 continue
             now = _form(held)
+            if now[2] != dtype:
+                warn_script(
+                    f"{name} was converted from {dtype} to {now[2]} after autoplan.parallelize, which had copied it: "
+                    "convert the model before that, or give precision= to autoplan.parallelize"
+                )
+                return
             if now[0] != version:
-                _warn_on_first_rank(
+                warn_script(
                     f"{name} was written to after autoplan.parallelize, which had copied it: if its values are others, "
                     "the program has the old ones. Load weights before autoplan.parallelize, or give them to "
-                    "pm.load_state_dict",
-                    stacklevel=5,
+                    "pm.load_state_dict"
                 )
                 return
             if now[1] > hooks:
-                _warn_on_first_rank(
+                warn_script(
                     f"a hook was registered on {name or 'the model'} after autoplan.parallelize: the program does not "
                     "run it. Register hooks of forwards before that; gradients are in pm.named_parameters() after "
-                    "pm.step()",
-                    stacklevel=5,
+                    "pm.step()"
                 )
+                return
+
+    def _warn_of_other_mode(self) -> None:
+        """Warn, once, if a module that computes something else in evaluation was set to another mode than the program
+        has."""
+        for name, reference, training in self._modes:
+            if (module := reference()) is not None and module.training is not training:
+                was, now = ("train", "eval") if training else ("eval", "train")
+                warn_script(
+                    f"{name or 'the model'} ({type(module).__name__}) was set to {now} mode after "
+                    f"autoplan.parallelize, and the program goes on in {was} mode: set modes before "
+                    "autoplan.parallelize. pm.eval_step(batch) evaluates in eval mode by itself"
+                )
+                self._modes = []
                 return
 
     def warn_of_eval_mode(self) -> None:
         """Warn, once, if the module was in evaluation when the program was made, and computes something else in it."""
         if self._evaluated:
-            _warn_on_first_rank(
+            warn_script(
                 "the model was in eval mode when the program was made, as from_pretrained returns it, and the program "
-                f"trains in that mode ({self._evaluated}): call model.train() before autoplan.parallelize",
-                stacklevel=4,
+                f"trains in that mode ({self._evaluated}): call model.train() before autoplan.parallelize"
             )
-            self._evaluated = ""
+            self._evaluated, self._modes = "", []
 
     def filled(self, state: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> nn.Module:
         """Return a module with the values of a full state, and of buffers that are in no state, on the host.
@@ -168,34 +192,41 @@ def _gone() -> None:
     """Stand for a reference to nothing."""
 
 
-def _form(held: nn.Module | nn.Parameter) -> tuple[int, int]:
-    """Return the number of changes of a parameter that torch counted, and the number of hooks of it or a module."""
+_Form = tuple[int, int, torch.dtype | None]
+
+
+def _form(held: nn.Module | nn.Parameter) -> _Form:
+    """Return the number of changes of a parameter that torch counted, the number of hooks of it or a module, and its
+    dtype."""
     if isinstance(held, nn.Module):
         hooks = (hook for table in _HOOKS_OF_MODULES for hook in getattr(held, table).values())
-        return 0, sum(not _is_own(hook) for hook in hooks)
+        return 0, sum(not _is_own(hook) for hook in hooks), None
     version = 0 if held.is_inference() else held._version
-    return version, sum(len(getattr(held, table) or ()) for table in _HOOKS_OF_PARAMETERS)
+    return version, sum(len(getattr(held, table) or ()) for table in _HOOKS_OF_PARAMETERS), held.dtype
 
 
 def _first_that_trains_otherwise(model: nn.Module) -> str:
     """Return the first module in evaluation that drops values in training, or keeps statistics, and what; or ''."""
     for name, module in model.named_modules():
-        if module.training:
-            continue
-        rates = [x for n, x in vars(module).items() if "drop" in n and isinstance(x, float)]
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            rates.append(module.p)
-        if any(rate > 0 for rate in rates):
-            return f"{name} drops nothing"
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
-            return f"{name} keeps its statistics"
+        if not module.training and (kept := _otherwise_in_eval(module)):
+            return f"{name} {kept}"
     return ""
 
 
-def _warn_on_first_rank(text: str, stacklevel: int) -> None:
-    """Warn on rank 0, of the line that called a method of the program."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        warnings.warn(text, UserWarning, stacklevel=stacklevel)
+def _has_modes(module: nn.Module) -> bool:
+    return bool(_otherwise_in_eval(module))
+
+
+def _otherwise_in_eval(module: nn.Module) -> str:
+    """Return what a module does in evaluation in place of dropping values, or of taking statistics; or ''."""
+    rates = [x for n, x in vars(module).items() if "drop" in n and isinstance(x, float)]
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        rates.append(module.p)
+    if any(rate > 0 for rate in rates):
+        return "drops nothing"
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+        return "keeps its statistics"
+    return ""
 
 
 def _without_memory(p: nn.Parameter) -> nn.Parameter:
@@ -268,30 +299,43 @@ class _Stale:
         own = {id(p) for p in model.parameters()}
         mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
         if mine and all(p.grad is None for p in mine):
-            _warn_on_first_rank(
+            warn_script(
                 f"this {type(optimizer).__name__} has the parameters of the {self._name} that was given to "
                 "autoplan.parallelize, which get no gradients, and its steps do nothing: the program trains its own. "
-                "Give optimizer= to autoplan.parallelize, or make the optimizer of pm.parameters()",
-                stacklevel=4,
+                "Give optimizer= to autoplan.parallelize, or make the optimizer of pm.parameters()"
             )
+
+    def before_clipping(self) -> None:
+        """Warn of a clipping of the module's own parameters, which have no gradients: it does nothing."""
+        model = None if self._model is None else self._model()
+        if model is not None and self._num_steps() and all(p.grad is None for p in type(model).parameters(model)):
+            self._warn_once(
+                f"the parameters of the {self._name} that was given to autoplan.parallelize get no gradients, and to "
+                "clip them does nothing: the program trains its own. Call pm.clip_grad_norm_(max_norm) after pm.step, "
+                "or clip the gradients of pm.named_parameters()"
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warn_script(text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Stale:
         return _Stale()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._say("pm.to_module() returns the trained module, which can be pickled", 4)
+        self._say("pm.to_module() returns the trained module, which can be pickled")
         return _Stale, ()
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Warn in a forward."""
-        self._say("pm.to_module() returns the trained module, pm.eval_step(batch) the loss of a batch", 6)
+        self._say("pm.to_module() returns the trained module, pm.eval_step(batch) the loss of a batch")
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Warn in `state_dict`, which also `save_pretrained` calls."""
         self._say(
             "pm.state_dict() returns the trained values, pm.to_module() the trained module; pm.save_pretrained(folder) "
-            "writes those of a Hugging Face model",
-            4,
+            "writes those of a Hugging Face model"
         )
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
@@ -303,25 +347,53 @@ class _Stale:
         of = None if self._trained is None else self._trained()
         return 0 if of is None else int(of.progress.num_steps)
 
-    def _say(self, instead: str, stacklevel: int) -> None:
+    def _say(self, instead: str) -> None:
         """Warn once of the values, and with what to do instead; not before the training has moved on from them."""
         if self._num_steps() > self._fresh_at and instead not in self._said:
             self._said.add(instead)
             old = "when they were loaded last" if self._fresh_at else "before autoplan.parallelize"
             text = f"this {self._name} has the values that it had {old}; {instead}"
-            warnings.warn(text, UserWarning, stacklevel=stacklevel)
+            warn_script(text, every_rank=True)
+
+
+class _Parameters:
+    """The method `parameters` of a module that sees when torch clips what it yields. Copies of the module have torch's.
+
+    It holds no reference to the module, which is freed when the script has none.
+    """
+
+    def __init__(self, model: nn.Module, stale: _Stale) -> None:
+        self._model, self._stale = weakref.ref(model), stale
+
+    def __call__(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        model = self._model()
+        return iter(()) if model is None else self._yielded(type(model).parameters(model, recurse))
+
+    def _yielded(self, parameters: Iterator[nn.Parameter]) -> Iterator[nn.Parameter]:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and sys._getframe(1).f_globals.get("__name__") == nn.utils.clip_grad.__name__:
+            self._stale.before_clipping()
+        yield from parameters
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        model: Any = self._model()
+        return _Parameters(memo.get(id(model), model), _Stale())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model(), "parameters")
 
 
 def warn_when_stale(model: nn.Module, pm: Any) -> None:
     """Warn if `model` is run, read or pickled after `pm`, which was made of it, was trained: it has its old values.
 
-    Warn, too, if an optimizer updates the parameters of `model`, as in a loop of PyTorch.
+    Warn, too, if an optimizer updates the parameters of `model`, or torch clips their gradients, as in a loop of torch.
     """
     forget_stale_warning(model)
     stale, hooked = _Stale(model, pm), cast("Any", model)  # torch's last two functions have no types
     hooked.register_forward_pre_hook(stale.before_forward)
     hooked.register_state_dict_pre_hook(stale.before_state_dict)
     hooked.register_load_state_dict_post_hook(stale.after_load)
+    model.__dict__.setdefault("parameters", _Parameters(model, stale))
     stale.watch_optimizers()
 
 
@@ -330,6 +402,8 @@ def forget_stale_warning(model: nn.Module) -> None:
     for hooks in (model._forward_pre_hooks, model._state_dict_pre_hooks, model._load_state_dict_post_hooks):
         for key in [key for key, hook in hooks.items() if _is_own(hook)]:
             cast("Any", hooks.pop(key)).__self__.end()
+    if isinstance(model.__dict__.get("parameters"), _Parameters):
+        del model.__dict__["parameters"]
 
 
 def _is_own(hook: object) -> bool:

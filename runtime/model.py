@@ -23,7 +23,7 @@ from autoplan.runtime.checkpoint.door import Checkpoints
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
 from autoplan.runtime.evaluate import Waves, evaluating, evaluation_key, only_trains
-from autoplan.runtime.failure import guard
+from autoplan.runtime.failure import guarded
 from autoplan.runtime.given_module import GivenModule
 from autoplan.runtime.host_memory import give_back_freed_memory
 from autoplan.runtime.mesh import AxisMesh, use_mesh
@@ -32,12 +32,7 @@ from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import DroppedGradients, check_elementwise, guard_step, keep_parameters, on_local_shards
 from autoplan.runtime.outputs import Each, Outputs, why_no_outputs
 from autoplan.runtime.param_groups import ParamGroups, grouped_parameters, settings_of
-from autoplan.runtime.params import (
-    declare,
-    fill,
-    fill_buffers,
-    reduce_deferred,
-)
+from autoplan.runtime.params import declare, fill, fill_buffers, reduce_deferred
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision, check_precision
 from autoplan.runtime.program import copy_beside_computing, load_module, unwritten_folder
@@ -47,6 +42,7 @@ from autoplan.runtime.shards import Shards, show_states
 from autoplan.runtime.spec import ParamSpec, ProgramSpec, ScheduleSpec, StageSpec
 from autoplan.runtime.stage_inputs import StageInputs
 from autoplan.runtime.state_methods import StateMethods
+from autoplan.runtime.step_loss import step_loss
 from autoplan.runtime.tied import TiedGradients, share_tied
 from autoplan.runtime.total import TotalLoss
 from autoplan.runtime.values import dtypes_of
@@ -177,15 +173,16 @@ class ParallelModel(StateMethods):
         self.mesh.connect(self.device, "pp", self._neighbours())
         self._inputs = StageInputs(spec, self.mesh, self.stage, self.device, self._loss_dtype, dtype)
         self._alone = alone
-        given_counts = None if alone is None else alone.counts
-        self._batches = Batches(spec, self.mesh, num_micro_batches, self.device, given_counts)
+        counts = None if alone is None else alone.counts
+        batches = functools.partial(Batches, mesh=self.mesh, device=self.device, given=counts, dtype=dtype)
+        self._batches = batches(spec, num_micro_batches=num_micro_batches)
         self._evaluated, self._evaluated_inputs, self._evaluated_batches = spec, self._inputs, self._batches
         if spec.evaluation is not None:
             self._evaluated = spec.evaluation
             self._evaluated_inputs = StageInputs(
                 spec.evaluation, self.mesh, self.stage, self.device, self._loss_dtype, dtype
             )
-            self._evaluated_batches = Batches(spec.evaluation, self.mesh, num_micro_batches, self.device, given_counts)
+            self._evaluated_batches = batches(spec.evaluation, num_micro_batches=num_micro_batches)
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
         self._checkpoints = Checkpoints(self.device)
@@ -389,6 +386,7 @@ class ParallelModel(StateMethods):
             raise ValueError("zero_grad(set_to_none=False): gradients are dropped, never set to zero")
         self._leave_out_gradients()
 
+    @guarded("step")
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """Run forward and backward of all micro-batches of this data-parallel rank's part of the batch.
 
@@ -409,13 +407,12 @@ class ParallelModel(StateMethods):
                 was another one in the capture (`given_numbers`). All ranks raise it and can continue.
             RankFailure: this or another rank failed.
         """
-        with guard(call="step"):
-            several = isinstance(batch, list) and all(isinstance(each, Mapping) for each in batch)
-            return self._step(cast("list[Batch]", batch if several else [batch]))
+        several = isinstance(batch, list) and all(isinstance(each, Mapping) for each in batch)
+        return step_loss(self._step(cast("list[Batch]", batch if several else [batch])))
 
     def _step(self, batches: Sequence[Batch]) -> torch.Tensor:
-        if self.given is not None and not self._num_own_steps:
-            self.given.warn_before_first_step()
+        if self.given is not None:
+            self.given.warn_before_step(first=not self._num_own_steps)
         problem = self._batches.problem(batches) if self.training else "pm.eval() was called; call pm.train() first"
         problem = problem or self._changed()
         parts = [] if problem is not None else [part for batch in batches for part in self._batches.cut(batch)]
@@ -466,6 +463,7 @@ class ParallelModel(StateMethods):
         apart = self._alone is not None
         return TotalLoss(self.mesh, self._replicas.all, self.device, self._loss_dtype, None if apart else sync)
 
+    @guarded("eval_step")
     def eval_step(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a batch as the module computes it in `eval()`, without a backward and without dropout.
 
@@ -480,9 +478,10 @@ class ParallelModel(StateMethods):
                 could not be captured or laid out beside its training. All ranks raise it and can continue.
             RankFailure: this or another rank failed.
         """
-        with guard(call="eval_step"), torch.inference_mode(False), torch.no_grad():
-            return self._evaluate(batch)
+        with torch.inference_mode(False), torch.no_grad():
+            return step_loss(self._evaluate(batch))
 
+    @guarded("eval_outputs")
     def eval_outputs(
         self, batch: Batch, *, rows: str = "own", each: Each | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -501,10 +500,10 @@ class ParallelModel(StateMethods):
 
         Raises: as `eval_step`; ValueError also for a program without outputs, and for another value of `rows`.
         """
-        with guard(call="eval_outputs"), torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             outputs = Outputs(self._evaluated, self.mesh, self.stages, self._evaluated_inputs, self.device, each)
             loss = self._evaluate(batch, why_no_outputs(self._evaluated, rows, each), outputs)
-            return loss, outputs.result(rows)
+            return step_loss(loss), outputs.result(rows)
 
     def _evaluate(self, batch: Batch, problem: str | None = None, outputs: Outputs | None = None) -> torch.Tensor:
         with evaluating(self.stages.values()):

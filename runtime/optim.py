@@ -15,13 +15,11 @@ The kernel of a CPU walks through parameter, gradient and moments in the order o
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +27,7 @@ from autoplan.runtime.agree import AgreedValueError
 from autoplan.runtime.failure import guarded
 from autoplan.runtime.params import local_of
 from autoplan.runtime.shards import ForeignUseError
+from autoplan.runtime.warned import warn_script
 
 ELEMENTWISE = frozenset("SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD".split())
 
@@ -213,7 +212,7 @@ class DroppedGradients:
         """Begin a step, which drops the gradients of the step before. One that fails makes none: `made` says so."""
         if self._pending and not self._said and not self._updating:
             self._said = True
-            _warn(
+            warn_script(
                 "a second step without an update: step drops the gradients of the step before. To accumulate "
                 "gradients, give step a list of batches: pm.step([batch, batch])"
             )
@@ -226,17 +225,11 @@ class DroppedGradients:
     def saved(self, step: int) -> None:
         """Record that a checkpoint is written, after so many steps."""
         if self._between:
-            _warn(
+            warn_script(
                 f"a checkpoint between step and optimizer.step(): it counts step {step} and its samples, and a "
                 "training that goes on from it never makes the update. Save after optimizer.step(), or call "
                 "pm.zero_grad() before it if the update is left out on purpose"
             )
-
-
-def _warn(text: str) -> None:
-    """Warn on rank 0, of the line that called a method of the program."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        warnings.warn(text, UserWarning, stacklevel=5)
 
 
 def in_one_kernel(optimizer: torch.optim.Optimizer) -> None:

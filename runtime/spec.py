@@ -173,6 +173,13 @@ class IndexLimit(NamedTuple):
     of: str
 
 
+class DtypeLimit(NamedTuple):
+    """An input, and the dtypes that the program takes it in."""
+
+    input: str
+    dtypes: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class OutputSpec:
     """A tensor that the model returns besides the loss.
@@ -249,6 +256,7 @@ class ProgramSpec:
     sequence_chunks: int = 2  # that a rank of context parallelism has; 1: an equal part of every run
     index_limits: tuple[IndexLimit, ...] = ()  # inputs that are rows of tables or classes
     autocast_dtype: str | None = None  # 16-bit dtype that the program casts operands of products to, as torch.autocast
+    dtype_limits: tuple[DtypeLimit, ...] = ()
     draws_counts: bool = False  # what the loss counts depends on random numbers: `count` of its stages takes `rng`
 
     @property
@@ -304,7 +312,7 @@ def _stage(data: dict[str, Any]) -> StageSpec:
 
 def _program(data: dict[str, Any]) -> ProgramSpec:
     own = "schedule stages tied ledger outputs sizes_from bounds index_limits loss_count more_loss_counts".split()
-    own += ["evaluation"]
+    own += ["evaluation", "dtype_limits"]
     return ProgramSpec(
         **_plain(data, *own),
         loss_count=LossUnit(data["loss_count"]),
@@ -316,6 +324,7 @@ def _program(data: dict[str, Any]) -> ProgramSpec:
         sizes_from=tuple(SizeSource(*size) for size in data["sizes_from"]),
         bounds=tuple(SizeBound(*bound) for bound in data.get("bounds", ())),
         index_limits=tuple(IndexLimit(*limit) for limit in data.get("index_limits", ())),
+        dtype_limits=tuple(DtypeLimit(name, tuple(dtypes)) for name, dtypes in data.get("dtype_limits", ())),
         outputs=tuple(OutputSpec(**_sharded(o)) for o in data.get("outputs", ())),
         evaluation=_program(data["evaluation"]) if data.get("evaluation") else None,
     )

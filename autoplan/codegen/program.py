@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from autoplan.codegen.context_cuts import context_cuts
+from autoplan.codegen.dtype_limits import dtype_limits
 from autoplan.codegen.emit import Context, block_source, method_source
 from autoplan.codegen.index_limits import index_limits
 from autoplan.codegen.outputs import FoundOutput, find_output, terms
@@ -213,6 +214,7 @@ class _Compiler:
             outputs=tuple(found.spec for found in self._found(self.calls)),
             input_dtypes=tuple((n, self.graph.values[n].dtype) for n in self.graph.inputs if of_the_batch(n)),
             index_limits=index_limits(self.graph),
+            dtype_limits=dtype_limits(self.graph),
             one_part=batch_obstacle(self.graph) or "",
             equal_samples=uses_batch_size(self.graph),
             no_evaluation=self.no_evaluation,

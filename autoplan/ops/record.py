@@ -55,6 +55,8 @@ _AS_VIEW = frozenset((OpKind.VIEW, OpKind.FACTORY, OpKind.COLLECTIVE))
 _MULTIPLIES = frozenset((OpKind.PRODUCT, OpKind.ATTENTION, OpKind.EXPERTS))
 # programs release dead variables before ops of these kinds
 _HEAVY = frozenset((OpKind.PRODUCT, OpKind.ATTENTION, OpKind.LOSS, OpKind.EXPERTS))
+# torch takes their floating operands in one dtype alone
+_ONE_DTYPE = frozenset((*_MULTIPLIES, OpKind.NORM, OpKind.LOSS, OpKind.OTHER))
 _FUSES = frozenset((OpKind.ELEMENTWISE, OpKind.REDUCTION, OpKind.JOIN, *_AS_VIEW))
 # the name under which kinds are measured, if it is not the name of the op
 _MEASURED_AS = {
@@ -166,6 +168,7 @@ class OpRecord:
     multiplies: bool = field(init=False, default=False)
     fuses: bool = field(init=False, default=False)
     heavy: bool = field(init=False, default=False)
+    one_dtype: bool = field(init=False, default=False)
     measured_as: str = field(init=False, default="")
 
     def __post_init__(self, has: Iterable[Trait]) -> None:
@@ -181,6 +184,7 @@ class OpRecord:
             "multiplies": self.kind in _MULTIPLIES,
             "fuses": self.kind in _FUSES,
             "heavy": self.kind in _HEAVY,
+            "one_dtype": self.kind in _ONE_DTYPE,
             "measured_as": _MEASURED_AS.get(self.kind, own),
         }
         for name, value in derived.items():

@@ -72,7 +72,7 @@ ReportPath = Annotated[
     typer.Option("--report", help="Also write the answer as one HTML file that opens offline; needs autoplan[report]."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-TimeLimit = Annotated[float, _of_search("time_limit_s", min=1)]
+TimeLimit = Annotated[float, _of_search("time_limit_s", min=0)]
 MemoryRisk = Annotated[float, _of_search("memory_risk")]
 Cache = Annotated[bool, _of_search("cache")]
 CHOSEN: Mapping[str, Any] = {}  # the default of a parameter that takes several choices

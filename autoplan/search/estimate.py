@@ -30,7 +30,9 @@ from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import even_cuts, fastest
 from autoplan.search.layout_problem import cut_of, no_layout
 from autoplan.search.layouts import LayoutCache
+from autoplan.search.refusals import refusal
 from autoplan.search.request import PlanRequest, check_task
+from autoplan.search.space import limits_of
 
 # Of a configuration without given stages: cuts that are priced, how much slower one may be that needs less memory, and
 # how close to the least memory one comes
@@ -62,11 +64,13 @@ def estimate_config(request: PlanRequest, config: ParallelConfig, like: Planned 
     cheapest methods that fit if the plan is to be executed; else keys and values move as in the frameworks of the mode
     (hidden behind attention with overlap "cp").
 
+    The pins of the request, which are for searches, do not change the configuration; they are checked alone.
+
     Args:
         like: the same graph at the same degrees under another task: its layouts inside blocks are taken, not searched.
 
     Raises:
-        PinError: degrees that the cluster or model cannot take.
+        PinError: degrees that the cluster or model cannot take, or pins of the request that leave no plan.
         InfeasibleError: no layout exists.
         StoppedError: no layout was found in time.
 
@@ -86,6 +90,8 @@ def estimate_config(request: PlanRequest, config: ParallelConfig, like: Planned 
     r = replace(request, pins=pins)
     config = _with_chunks(config)
     check_task(r)
+    if request.pins and (error := refusal(limits_of(r.facts, r.cluster, r.scope), request.pins)) is not None:
+        raise error
     check_config(r, config)
     experts = None
     if facts_of_model(r.graph).num_experts:

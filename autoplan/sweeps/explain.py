@@ -40,7 +40,7 @@ from autoplan.search.planner import (
     estimate_config,
     search_plan,
 )
-from autoplan.search.request import space_of
+from autoplan.search.request import check_task, space_of
 from autoplan.stacks.records import SETTINGS
 from autoplan.sweeps.difference import Difference, decided, difference
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask
@@ -203,7 +203,8 @@ def explain(
         run: the whole run that the plan is for.
         told: called before each piece of work.
 
-    Raises: AutoplanError as `search_plan`; PinError for a choice that is not known.
+    Raises: AutoplanError as `search_plan`; PinError for a choice that is not known, or pinned to another value than the
+        configuration has.
 
     Example:
         >>> from autoplan import Cluster, PlanRequest, explain, load_model
@@ -213,12 +214,14 @@ def explain(
         ['tp']
     """
     check_names(only, (*_FROM_SPACE, *_OTHER), "explain", "choice")
+    check_task(replace(request, time_limit_s=seconds))
     certificate = None
     told(0, 0, "the plan")
     if config is None:
         use = best_use(replace(request, top=1))
         request, own, certificate = use.request, use.result.plans[0], use.result.certificate
     else:
+        _check_pinned(request, config)
         own = estimate_config(request, config)
     if certificate is not None and certificate.status is Status.INTERRUPTED:
         return Explanation(request, own, certificate, (), interrupted=True)
@@ -247,6 +250,17 @@ def explain(
     decisions = [Decision(name, values[name], tuple(sorted(each, key=_by_cost))) for name, each in found.items()]
     decisions.sort(key=lambda d: (math.isnan(d.cost), -d.cost if not math.isnan(d.cost) else 0.0))
     return Explanation(request, own, certificate, tuple(decisions), tuple(priced), tuple(points), ended, interrupted)
+
+
+def _check_pinned(request: PlanRequest, config: ParallelConfig) -> None:
+    """Raise PinError for a number that is pinned to another value than that of the configuration."""
+    for name, value in request.pins.items():
+        own = getattr(config, name, None)
+        if name in _COMPARED and value != own:
+            raise PinError(f"pin {name}={value!r}: the configuration has {name}={own!r}; leave out the pin", (name,))
+
+
+_COMPARED = ("dp", "tp", "pp", "cp", "ep", "zero_stage", "micro_batch_size", "num_micro_batches", "schedule")
 
 
 def _by_cost(a: Alternative) -> tuple[bool, float]:

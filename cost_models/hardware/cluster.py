@@ -298,14 +298,7 @@ class Cluster(Nodes):
     @classmethod
     def of(cls, given: Cluster | Path | str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
         """Return a cluster, the one of a text (`parse`) or of a YAML file. Raises PinError for anything else."""
-        if isinstance(given, Cluster):
-            return given
-        if isinstance(given, Path | str):
-            return cls.parse(str(given), world_size, device_type)
-        raise PinError(
-            f"cluster={given!r:.80} is of type {type(given).__name__}; give a text such as '2x8xh100-sxm5-80gb', the "
-            "path of a YAML file, or an autoplan.Cluster (Cluster.of_mapping reads a dict)"
-        )
+        return given if isinstance(given, Cluster) else cls.parse(given, world_size, device_type)
 
     @classmethod
     def of_mapping(cls, data: object) -> Cluster:
@@ -313,7 +306,7 @@ class Cluster(Nodes):
         return cls.of_nodes(nodes_from_data(data, "cluster"))
 
     @staticmethod
-    def parse(text: str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
+    def parse(text: Path | str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
         """Parse `local` (all processes of this job), `local:N`, `NxMx<device>`, `Nx<instance>` or a YAML file name.
 
         `Mx<device>` is one node of M devices, or the usual nodes that they fill (`64xh100`: 8 of 8); `<device>` is one
@@ -321,8 +314,14 @@ class Cluster(Nodes):
 
         All take overrides: `@nic=400,price=2.5` (see OVERRIDES).
 
-        Raises: PinError for any other text.
+        Raises: PinError for any other text, and for what is no text or path.
         """
+        if not isinstance(text, Path | str):
+            raise PinError(
+                f"cluster={text!r:.80} is of type {type(text).__name__}; give a text such as '2x8xh100-sxm5-80gb', the "
+                "path of a YAML file, or an autoplan.Cluster (Cluster.of_mapping reads a dict)"
+            )
+        text = str(text)
         base, overrides = split_overrides(text)
         cluster = _parse_base(base.strip(), world_size, device_type)
         if overrides:
