@@ -29,19 +29,25 @@ lint: venv
 quick: lint
 	$(PY) -m pytest tests/quick tests/ir tests/house/test_limits.py
 
+# Two files at a time.
+IN_TWO = $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# The files that have tests marked alone: reading all others takes longer than some of these tests.
+ALONE = $(PY) -m pytest $$(grep -rl "mark\.alone" tests --include="test_*.py")
+
 # All but the tests marked slow, two files at a time, then what waits for timeouts or measures, one after the other.
 test: lint
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not slow and not exhaustive and not gpu"
-	$(PY) -m pytest -m "alone and not slow and not exhaustive and not gpu"
+	$(IN_TWO) -m "not alone and not slow and not exhaustive and not gpu"
+	$(ALONE) -m "alone and not slow and not exhaustive and not gpu"
 
 # Every test but the exhaustive ones and those of a GPU: make test's, then the slow ones. CI runs this (.ci/run).
-test-all: test
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not exhaustive and not gpu"
-	$(PY) -m pytest -m "slow and alone and not exhaustive and not gpu"
+test-all: lint
+	$(IN_TWO) -m "not alone and not slow and not exhaustive and not gpu"
+	$(ALONE) -m "alone and not exhaustive and not gpu"
+	$(IN_TWO) -m "slow and not alone and not exhaustive and not gpu"
 
 # Every pair of features, and every combination of degrees and options in one process: hours.
 exhaustive: venv
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m exhaustive
+	$(IN_TWO) -m exhaustive
 
 # The tests that compare with one process on another version: make versions TORCH=2.15.0 PYTHON=python3.13
 versions:

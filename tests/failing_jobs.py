@@ -1,11 +1,14 @@
 """Jobs that fail, for test_failure.py. Apart from it so that a worker does not import pytest."""
 
 import ctypes
+import gc
 import logging
 import os
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -51,9 +54,11 @@ def fail_in_step(rank: int, world: int, bad: int, how: str, timeout_s: float) ->
     return time.monotonic() - start, None, "no error"
 
 
-def raise_and_live(rank: int, world: int, bad: int, timeout_s: float, live_s: float) -> tuple[float, str, int]:
-    """Rank `bad` raises in its guard, and its script, which holds the group, goes on for `live_s`. Seconds until this
-    rank's guard raised, what it raised, and how many sockets the group has here."""
+def raise_and_live(
+    rank: int, world: int, bad: int, timeout_s: float, live_s: float, folder: Path
+) -> tuple[float, str, int]:
+    """Rank `bad` raises in its guard, and its script, which holds the group, goes on until the others have raised, or
+    for `live_s`. Seconds until this rank's guard raised, what it raised, and how many sockets the group has here."""
     prepare(timeout_s)
     connections.forget()
     group = private.form_groups([list(range(world))], "held")
@@ -69,8 +74,9 @@ def raise_and_live(rank: int, world: int, bad: int, timeout_s: float, live_s: fl
     except RankFailure as error:
         said = str(error)
     seconds = time.monotonic() - start
-    if rank == bad:
-        time.sleep(live_s)
+    (folder / f"rank{rank}").touch()
+    while rank == bad and len(list(folder.iterdir())) < world and time.monotonic() - start < live_s:
+        time.sleep(0.05)
     end_soon()
     assert group is not None
     return seconds, said, num
@@ -166,6 +172,11 @@ def misbehave(rank: int, world: int, how: str) -> int:
 
 def answer(rank: int, world: int) -> tuple[int, int, int]:
     return rank, world, os.getpid()
+
+
+def frozen_and_loaded(rank: int, world: int) -> tuple[int, bool]:
+    """Objects that collections of garbage leave alone, and whether the slow part of transformers is imported."""
+    return gc.get_freeze_count(), "transformers.modeling_utils" in sys.modules
 
 
 def read_beside_foreign_threads(rank: int, world: int, seconds: float) -> tuple[int, int, list[str]]:

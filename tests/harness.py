@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import math
 import multiprocessing
 import os
@@ -46,8 +47,15 @@ GROUP_TIMEOUT_S = 600.0
 PATIENCE = float(os.environ.get("AUTOPLAN_TEST_PATIENCE", "1"))
 
 
-# What most jobs import, the slow parts first.
-PRELOADED = ["torch.distributed.fsdp", "torch.distributed.pipelining", "transformers", "parity"]
+# What most jobs import, the slow parts first. The package `transformers` imports its modules when they are asked for:
+# hence a model.
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed._composable.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "parity",
+]
 
 
 class JobError(AssertionError):
@@ -97,12 +105,18 @@ class Pool:
         return [outcome.value for outcome in found]
 
     def run_each(
-        self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, grace_s: float = math.inf
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60.0,
+        grace_s: float = math.inf,
+        awaited: Sequence[int] = (),
     ) -> list[ProcessOutcome]:
         """As ``run``, but says what became of each rank instead of raising. Only a rank that
         hangs ends the pool here.
 
-        With ``grace_s``, ranks still busy that long after the first failure count as hanging.
+        With ``grace_s``, ranks still busy that long after the first failure count as hanging. With ``awaited``, only
+        these ranks are waited for, their outcomes returned, and the pool ends.
         """
         if not self.alive:
             raise RuntimeError("this pool has ended; call pool(world) for a new one")
@@ -111,8 +125,8 @@ class Pool:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # a dead worker, which _collect reports
                 pipe.send_bytes(job)
-        found = self._collect(range(self.world), timeout_s, None, grace_s)
-        if any(outcome.status == "hangs" for outcome in found):
+        found = self._collect(awaited or range(self.world), timeout_s, None, grace_s)
+        if awaited or any(outcome.status == "hangs" for outcome in found):
             self.kill()  # its late answer would be taken for that of the next job
         return found
 
@@ -195,6 +209,7 @@ def _worker(rank: int, world: int, pipe: Connection, group_timeout_s: float, var
     # The kernel ends this process with the fork server, which ends with pytest, also when that is killed and this
     # process is stuck in a collective: the server waits for whoever holds this end of its pipe, so it is not held here.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    gc.freeze()  # what the server imported is no garbage: a collection that looks at it would copy it
     alive = forkserver._forkserver._forkserver_alive_fd
     assert alive is not None
     os.close(alive)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,16 @@ def test_written_layouts_make_the_same_program(kind: str) -> None:
     ],
 )
 def test_a_text_that_is_no_plan_is_refused_by_name(changed: Any, said: str) -> None:
-    data = json.loads(PLAN_TEXT)
+    data = json.loads(plan_text())
     changed(data)
     with pytest.raises(PinError, match=said.replace("?", r"\?")):
         Plan.from_json(json.dumps(data))
 
 
-PLAN_TEXT = plan_here(models.make_llama(), tp=2).to_json()
+@cache
+def plan_text() -> str:
+    """Not made while tests are collected, which every process of every run does."""
+    return plan_here(models.make_llama(), tp=2).to_json()
 
 
 @pytest.mark.parametrize(
@@ -127,11 +131,11 @@ PLAN_TEXT = plan_here(models.make_llama(), tp=2).to_json()
     ],
 )
 def test_layouts_that_the_graph_has_not_are_refused_by_name(changed: Any, said: str) -> None:
-    data = json.loads(PLAN_TEXT)
+    data = json.loads(plan_text())
     changed(data)
     plan = Plan.from_json(json.dumps(data))
     with pytest.raises(LayoutError, match=said):
-        ready_plan(plan, graph_of_plan(Plan.from_json(PLAN_TEXT)) or pytest.fail())
+        ready_plan(plan, graph_of_plan(Plan.from_json(plan_text())) or pytest.fail())
 
 
 @pytest.mark.parametrize(
@@ -146,17 +150,17 @@ def test_layouts_that_the_graph_has_not_are_refused_by_name(changed: Any, said: 
 )
 def test_another_model_is_refused_with_what_differs(config: dict[str, Any], said: str) -> None:
     with pytest.raises(CaptureError, match=said):
-        ready_plan(Plan.from_json(PLAN_TEXT), capture(models.make_llama(**config), BATCH))
+        ready_plan(Plan.from_json(plan_text()), capture(models.make_llama(**config), BATCH))
 
 
 def test_a_plan_of_a_module_is_read_by_the_command_line(tmp_path: Path) -> None:
     from command_line import run
 
     file = tmp_path / "plan.json"
-    file.write_text(PLAN_TEXT)
+    file.write_text(plan_text())
     result = run("estimate", str(file), "--json")
     assert result.exit_code == 0, result.output
-    again, then = json.loads(result.stdout), json.loads(PLAN_TEXT)
+    again, then = json.loads(result.stdout), json.loads(plan_text())
     assert again["estimate"]["step_time_s"] == then["estimate"]["step_time_s"]
     assert again["plan"] == then["plan"] and again["program"]["layout"] == then["program"]["layout"]
 
@@ -166,7 +170,7 @@ def test_an_answer_about_a_plan_of_a_module_keeps_its_graph(command: str, tmp_pa
     """It stands in for the plan file in every command; so does the answer about this answer."""
     from command_line import run
 
-    data = json.loads(PLAN_TEXT)
+    data = json.loads(plan_text())
     data["program"]["capture"] = "capture verified on 4 samples"
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(data))
@@ -180,7 +184,7 @@ def test_an_answer_about_a_plan_of_a_module_keeps_its_graph(command: str, tmp_pa
     first, second = answers
     assert first["graph"] == second["graph"] == data["graph"]
     assert first["program"] == second["program"] == data["program"]
-    assert graph_of_plan(Plan.read(file)) == graph_of_plan(Plan.from_json(PLAN_TEXT))
+    assert graph_of_plan(Plan.read(file)) == graph_of_plan(Plan.from_json(plan_text()))
     for words in (("launch", str(file), "--for", "slurm"), ("export", str(file), "--to", "torchtitan")):
         assert run(*words).exit_code == 0, run(*words).output
     shown = run("estimate", str(file))
@@ -272,10 +276,10 @@ def test_what_cannot_run_is_refused_on_every_rank(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_another_version_or_cluster_than_the_plans_is_a_warning() -> None:
     """In the words of `autoplan estimate`, on rank 0."""
-    plan, ranks = Plan.from_json(PLAN_TEXT), pool(2)
+    plan, ranks = Plan.from_json(plan_text()), pool(2)
     assert ranks.run(api_jobs.given_warnings, plan) == ranks.run(api_jobs.given_warnings, plan, Cluster.local(2))
     assert ranks.run(api_jobs.given_warnings, plan) == [[], []]
-    data = json.loads(PLAN_TEXT)
+    data = json.loads(plan_text())
     data["made_for"] |= {"autoplan": "0.0.9", "cluster_figures": "0"}
     (said,), other = ranks.run(api_jobs.given_warnings, Plan.from_json(json.dumps(data)))
     assert "it was made by autoplan 0.0.9, this is" in said and other == []
