@@ -143,6 +143,46 @@ class Cross(nn.Module):
         return self.head(x).transpose(1, 2).unflatten(2, tuple(image.shape[2:]))
 
 
+class Refiner(nn.Module):
+    """Attention of a text to itself, under a mask over pairs of its tokens, as HunyuanVideo makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, text: Tensor, pairs: Tensor, summary: Tensor) -> Tensor:
+        q, k, v = (heads_of(x) for x in self.qkv(F.layer_norm(text, (WIDTH,))).chunk(3, dim=-1))
+        found = F.scaled_dot_product_attention(q, k, v, pairs).transpose(1, 2).flatten(2)
+        return text + self.out(found) * summary[:, None]
+
+
+class Refined(Joint):
+    """A text that passes layers of its own before joint layers. Its tokens that are not seen are keys of nobody.
+
+    Args:
+        layers: of the text alone.
+    """
+
+    def __init__(self, rows: int, columns: int, text: int, layers: int) -> None:
+        super().__init__(rows, columns, text, "masked")
+        self.positions = nn.Parameter(torch.randn(text, WIDTH) * 0.1)
+        self.refiners = nn.ModuleList(Refiner() for _ in range(layers))
+
+    def forward(self, image: Tensor, text: Tensor, time: Tensor, seen: Tensor) -> Tensor:
+        x, y = self.patch(image).flatten(2).transpose(1, 2) + self.learned, self.embed_text(text) + self.positions
+        summary = y.mean(dim=1)
+        pairs = seen[:, None, None] & seen[:, None, :, None]
+        pairs = pairs | torch.eye(text.shape[1], dtype=torch.bool)  # every token sees itself
+        for refiner in self.refiners:
+            y = refiner(y, pairs, summary)
+        t, cos, sin = self.time(time[:, None]) + summary, self.angles.cos(), self.angles.sin()
+        for layer in self.layers:
+            x, y = layer(x, y, t, cos, sin, seen)
+        rows, columns = (size // 2 for size in image.shape[2:])
+        out = self.head(x).unflatten(-1, (CHANNELS, 2, 2)).unflatten(1, (rows, columns))
+        return out.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+
+
 def square_error(found: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return F.mse_loss(found, batch["target"])
 
@@ -175,6 +215,12 @@ def joint(rows: int, columns: int, text: int, how: str = "split") -> tuple[nn.Mo
         target = batch.pop("target")
         batch |= {"seen": torch.rand(2, text) < 0.5, "target": target}
     return Joint(rows, columns, text, how).double(), batch
+
+
+def refined(rows: int, columns: int, text: int, layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    batch = joint(rows, columns, text, "masked")[1]
+    torch.manual_seed(0)
+    return Refined(rows, columns, text, layers).double(), batch
 
 
 def cross(*patches: int) -> tuple[nn.Module, dict[str, Any]]:

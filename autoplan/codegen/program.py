@@ -13,6 +13,7 @@ from autoplan.codegen.context_cuts import context_cuts
 from autoplan.codegen.dtype_limits import dtype_limits
 from autoplan.codegen.emit import Context, block_source, method_source
 from autoplan.codegen.index_limits import index_limits
+from autoplan.codegen.ledger import sent, with_gradients
 from autoplan.codegen.outputs import FoundOutput, find_output, terms
 from autoplan.codegen.schedules import schedule_spec
 from autoplan.codegen.sizes import size_sources
@@ -352,8 +353,7 @@ class _Compiler:
     def _ledger(self, index: int) -> list[LedgerEntry]:
         out = []
         for name in self.layouts.stages[index]:
-            lowered = self.lowered[self.calls[name].block]
-            for c in (c for s in (*lowered.statements, *lowered.params) for c in s.collectives):
+            for c in sent(self.lowered[self.calls[name].block], self._with_gradient[name]):
                 axis = self.layouts.mesh.canonical(c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes])
                 size = c.num_elements * self._sent_width(c)
                 out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(size), c.phase, c.per))
@@ -366,6 +366,11 @@ class _Compiler:
             size = local_bytes(self.graph.values[value], self.layout_of[value], self.graph.factors, self.layouts.axes)
             out.append(LedgerEntry(index, "stage", value, "send_recv", "pp", terms(size), phase, "micro_batch"))
         return out
+
+    @functools.cached_property
+    def _with_gradient(self) -> dict[str, set[str]]:
+        """The variables of every call that get a gradient."""
+        return with_gradients(self.graph, self.lowered)
 
     def _sent_width(self, c: Collective) -> int:
         """Return the bytes of a sent element. Gradients of a parameter may be summed in a dtype of their own."""

@@ -426,6 +426,8 @@ def _encode(obj: Any) -> Any:
         return {k: _encode(v) for k, v in obj.items()}
     if isinstance(obj, (tuple, list)):
         return [_encode(v) for v in obj]
+    if isinstance(obj, complex):
+        return {"complex": [obj.real, obj.imag]}
     if obj is None or isinstance(obj, (bool, int, float, str)):
         return obj
     raise GraphError(f"{obj!r} of type {type(obj).__name__} is not plain data")
@@ -435,6 +437,8 @@ def _plain(obj: Any) -> Any:
     if isinstance(obj, dict):
         if set(obj) == {"expr"}:
             return Expr.parse(obj["expr"])
+        if set(obj) == {"complex"}:
+            return complex(*obj["complex"])
         return {k: _plain(v) for k, v in obj.items()}
     if isinstance(obj, list):
         return tuple(_plain(v) for v in obj)

@@ -207,18 +207,18 @@ class _Inference:
 
     def _parts(self, found: ModelGraph) -> dict[str, Runs]:
         """Return the runs of factors by their new names."""
-        renamed: dict[str, str] = {}
+        renamed: dict[str, set[str]] = {}  # one that is joined in one place alone has several names
         pairs = [(self.graph.values, found.values)]
         pairs += [(block.values, found.blocks[name].values) for name, block in self.graph.blocks.items()]
         for old, new in pairs:
             for name, value in old.items():
                 for dim, made in zip(value.dims or (), new[name].dims or (), strict=False):
-                    if len(dim) == len(made):
-                        renamed |= zip(dim, made, strict=True)
+                    for before, after in zip(dim, made, strict=True) if len(dim) == len(made) else ():
+                        renamed.setdefault(before, set()).add(after)
         lost = next((name for name in self.graph.parts if name not in renamed), None)
         if lost is not None:
             raise GraphError(f"the factor {lost}, of which ranks have parts, is in no value any more")
-        return {renamed[name]: runs for name, runs in self.graph.parts.items()}
+        return {after: runs for name, runs in self.graph.parts.items() for after in sorted(renamed[name])}
 
 
 def infer_factors(graph: ModelGraph) -> ModelGraph:

@@ -7,7 +7,7 @@ sums over a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -15,9 +15,9 @@ from autoplan.cost_models.routing import Routing
 from autoplan.ir.graph import Block, Node, Value
 from autoplan.ir.layout import Axis, ConversionStep, Layout
 from autoplan.ir.symbols import Expr, product
-from autoplan.ops.record import OpKind
+from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy
-from autoplan.ops.table import op_kind
+from autoplan.ops.table import op_has, op_kind
 from autoplan.program.expert_degrees import ExpertDegrees, Spread
 from autoplan.units import dtype_bytes
 
@@ -200,3 +200,22 @@ def reads_of(statement: Statement) -> tuple[str, ...]:
 def writes_of(statement: Statement) -> tuple[str, ...]:
     """Return the variables that a statement makes."""
     return (statement.target,) if isinstance(statement, Convert) else statement.targets
+
+
+def with_gradient(statements: Sequence[Statement], wanted: Iterable[str]) -> set[str]:
+    """Return the variables of a block that get a gradient if these variables do; of parameters `self.` and their name.
+
+    A statement whose results get none has no backward, and performs none of its collectives there.
+    """
+    found = set(wanted)
+    for statement in reversed(statements):
+        if found.isdisjoint(writes_of(statement)) or not _passes_gradients(statement):
+            continue
+        found |= set(reads_of(statement))
+    return found
+
+
+def _passes_gradients(statement: Statement) -> bool:
+    if isinstance(statement, Convert):
+        return statement.value.requires_grad
+    return not op_has(statement.node.op, Trait.STOPS_GRADIENT) and any(x.requires_grad for x in statement.values)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from autoplan.capture.export import capture
 from autoplan.errors import CaptureError
+from autoplan.ir.graph import ModelGraph
 from experiments.compatibility.fuzz.examine import examine
 from experiments.compatibility.fuzz.plans import FuzzPlan
 from experiments.compatibility.fuzz.programs import HEAD, FuzzProgram
@@ -116,3 +119,13 @@ def test_refused_in_words(name: str) -> None:
     found = program(body)
     with torch.random.fork_rng(), pytest.raises(CaptureError, match=why):
         capture(found.model(), found.batch(CAPTURED), found.loss_fn)
+
+
+def test_constants_of_complex_numbers_have_a_text_form() -> None:
+    """A table of turns that no buffer holds, as that of Nucleus-Image."""
+    batch = {"input": torch.randn(2, 3, 8), "target": torch.randn(2, 3, 8)}
+    graph = capture(torch.nn.Linear(8, 8), batch, lambda found, b: (found - b["target"]).square().mean())
+    name, block = next((n, b) for n, b in graph.blocks.items() if b.nodes)
+    node = replace(block.nodes[0], attrs={**block.nodes[0].attrs, "values": (1j, 0.5 - 2j, 1.0)})
+    changed = replace(graph, blocks={**graph.blocks, name: replace(block, nodes=(node, *block.nodes[1:]))})
+    assert ModelGraph.from_json(changed.to_json()) == changed

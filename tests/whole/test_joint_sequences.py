@@ -25,6 +25,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis
+from autoplan.ir.symbols import Expr
 from autoplan.ops.batch import context_obstacle
 from autoplan.planning import plan_program
 from autoplan.plans.layouts import layouts_of
@@ -47,6 +48,8 @@ MADE: dict[str, Made] = {
     "frames": models.cross(8, 3, 2),
     "masked": models.joint(4, 3, 8, "masked"),
     "written": models.joint(4, 3, 6, "written"),
+    "refined": models.refined(4, 3, 8, 1),
+    "refined twice": models.refined(4, 3, 8, 2),  # the same layer hands on a whole text, and one that is cut
 }
 
 
@@ -151,7 +154,8 @@ def test_tokens_that_cannot_be_shared_are_named() -> None:
 @pytest.mark.parametrize(
     ("name", "method"),
     [("split", "gather"), ("sliced", "ring"), ("columns", "ulysses"), ("equal", "ring"), ("cross", "gather"),
-     ("frames", "ring"), ("masked", "gather"), ("masked", "ring"), ("masked", "ulysses"), ("written", "gather")],
+     ("frames", "ring"), ("masked", "gather"), ("masked", "ring"), ("masked", "ulysses"), ("written", "gather"),
+     ("refined", "ring"), ("refined twice", "gather")],
 )  # fmt: skip
 def test_ranks_that_share_tokens_compute_what_the_module_does(name: str, method: str) -> None:
     """Odd parts, too: nine tokens per rank of "split" and "columns"."""
@@ -160,8 +164,26 @@ def test_ranks_that_share_tokens_compute_what_the_module_does(name: str, method:
     assert error_of(name, program, 2) < 1e-9
 
 
+def test_a_text_with_layers_of_its_own_stays_whole_until_it_is_joined() -> None:
+    """Attention of the text under a mask over pairs sees all of it on every rank; joint layers have its part."""
+    graph = graph_of("refined twice")
+    lengths = {
+        call.name: {graph.blocks[call.block].values[n.inputs[0] or ""].shape[2] for n in nodes}
+        for call in graph.calls
+        if (nodes := [n for n in graph.blocks[call.block].nodes if n.op == "attention"])
+    }
+    s = Expr.symbol("s")
+    assert set(graph.parts.values()) == {((1, 4),), ((1, 8),), ((1, 12),), ((1, 8), (1, 12))}
+    assert [lengths[f"refiners.{i}"] for i in range(2)] == [{Expr.of(8)}] * 2
+    assert [lengths[f"layers.{i}"] for i in range(2)] == [{5 * s}] * 2
+    assert ModelGraph.from_json(graph.to_json()) == graph
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "method"), [("masked", "ulysses2xring2"), ("cross", "ulysses2xgather2")])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("masked", "ulysses2xring2"), ("cross", "ulysses2xgather2"), ("refined twice", "ulysses2xring2")],
+)
 def test_methods_of_two_axes(name: str, method: str) -> None:
     """Four ranks: pairs of them exchange heads, and the pairs see each other's keys."""
     program = program_of(graph_of(name), 4, cp=4, context_method=method)
@@ -169,7 +191,7 @@ def test_methods_of_two_axes(name: str, method: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["sliced", "masked"])
+@pytest.mark.parametrize("name", ["sliced", "masked", "refined"])
 def test_beside_tensor_parallelism(name: str) -> None:
     program = program_of(graph_of(name), 4, cp=2, tp=2)
     check_program(program.spec, program.sources)
@@ -283,9 +305,10 @@ def test_the_search_shares_long_sequences() -> None:
     assert found.config.cp > 1, found
 
 
-def test_a_plan_of_two_axes_rehearses() -> None:
+@pytest.mark.parametrize("made", [models.joint(4, 4, 8, "masked"), models.refined(4, 4, 8, 1)])
+def test_a_plan_of_two_axes_rehearses(made: Made) -> None:
     """Collectives, arithmetic and memory of one rank of four are the plan's, with a mask of keys."""
-    module, batch = models.joint(4, 4, 8, "masked")
+    module, batch = made
     example = {n: x.float() if x.is_floating_point() else x for n, x in batch.items()}
     plan = autoplan.plan(
         module.float(), "4xh100", example_inputs=example, loss_fn=models.square_error, global_batch_size=2,
@@ -294,10 +317,22 @@ def test_a_plan_of_two_axes_rehearses() -> None:
     assert not autoplan.rehearse(plan, "3").differences
 
 
-def test_adapters_keep_the_parts() -> None:
+@pytest.mark.parametrize("name", ["split", "masked", "refined"])
+def test_adapters_keep_the_parts(name: str) -> None:
     """Factors are inferred again when layers get adapters, and keep their runs under their new names."""
-    graph = graph_of("split")
+    graph = graph_of(name)
     adapted = with_adapters(graph, read_adapters("lora:2:all-linear"))
-    assert sorted(adapted.parts.values()) == sorted(graph.parts.values())
+    assert set(adapted.parts.values()) == set(graph.parts.values())
     assert context_obstacle(adapted) is None
     assert {adapted.factors[name] for name in adapted.parts} == {graph.factors[name] for name in graph.parts}
+
+
+def test_only_the_text_stays_whole() -> None:
+    """The rows of the image are cut from the start, though the text that it is joined with is not."""
+    graph = graph_of("refined")
+    of_inputs = {
+        name: {f for dim in graph.values[name].dims or () for f in dim} for name in ("image", "text", "target")
+    }
+    assert {name: not of.isdisjoint(graph.parts) for name, of in of_inputs.items()} == {
+        "image": True, "text": False, "target": True,
+    }  # fmt: skip

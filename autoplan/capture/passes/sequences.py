@@ -17,8 +17,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autoplan.capture.passes.whole_values import WholeValues, whole_values, without_unread
 from autoplan.ir.fresh import FreshNames
-from autoplan.ir.graph import Block, Dim, ModelGraph, Node, Runs, Value, check
+from autoplan.ir.graph import Block, Call, Dim, ModelGraph, Node, Runs, Value, check
 from autoplan.ir.symbols import Expr, product
 from autoplan.ops.batch import context_obstacle
 from autoplan.ops.record import OpKind, Trait
@@ -32,18 +33,26 @@ _S = Expr.symbol("s")
 def with_sequence(graph: ModelGraph) -> ModelGraph:
     """Return the graph with a sequence that ranks can share, or with the reason why there is none.
 
-    A graph that has a sequence stays as it is.
+    A graph that has a sequence stays as it is. Sequences beside the first are cut from their start if they can be, else
+    where they meet it (`autoplan.capture.passes.whole_values`).
     """
     if any("s" in size.symbols for size in graph.factors.values()) or "s" in graph.bounds:
         return graph
     obstacles: list[str] = []
-    for tokens, way in _ways(graph):
-        found: ModelGraph | str = _Rewrite(graph, way).run() if not isinstance(way, str) else way
-        obstacle = found if isinstance(found, str) else context_obstacle(found)
-        if obstacle is None and not isinstance(found, str):
-            check(found)
-            return found.in_order()
-        obstacles.append(f"of {tokens} tokens that attend to each other: {obstacle}")
+    joints = list(_joints(graph))
+    for tokens, way in _ways(graph, joints):
+        if isinstance(way, str):
+            obstacles.append(f"of {tokens} tokens that attend to each other: {way}")
+            continue
+        reasons = list[str]()
+        for late in dict.fromkeys((frozenset[str](), _beside_the_longest(way, joints, graph.factors))):
+            found = _Rewrite(graph, way, late).run()
+            obstacle = found if isinstance(found, str) else context_obstacle(found)
+            if obstacle is None and not isinstance(found, str):
+                check(found)
+                return found.in_order()
+            reasons.append(obstacle or "")
+        obstacles.append(f"of {tokens} tokens that attend to each other: {reasons[0]}")
     return replace(graph, no_sequence=obstacles[0] if obstacles else _NO_TOKENS)
 
 
@@ -53,12 +62,11 @@ _NO_TOKENS = (
 )
 
 
-def _ways(graph: ModelGraph) -> Iterator[tuple[int, dict[str, Runs] | str]]:
+def _ways(graph: ModelGraph, joints: Sequence[_Joint]) -> Iterator[tuple[int, dict[str, Runs] | str]]:
     """Yield sets of factors that may be cut, with their runs, the most promising first.
 
     Before each the number of tokens that attend to each other. A text in place of a set says why there is none.
     """
-    joints = list(_joints(graph))
     for dim, tokens in _attended(graph).items():
         for name in _by_promise(dim, graph.factors):
             chosen = _closed(name, joints, graph.factors)
@@ -134,6 +142,17 @@ def _closed(name: str, joints: Sequence[_Joint], factors: Mapping[str, Expr]) ->
     return frozenset(chosen)
 
 
+def _beside_the_longest(
+    way: Mapping[str, Runs], joints: Sequence[_Joint], factors: Mapping[str, Expr]
+) -> frozenset[str]:
+    """Return the factors that are cut, but for those of the longest sequence of joined ones; none if none is joined."""
+    wholes = {each.whole for each in joints if each.complete}
+    pieces = {dim for each in joints if each.complete for dim in each.pieces} - wholes
+    found = [dim for dim in pieces if not way.keys().isdisjoint(dim)]
+    longest = max(found, key=lambda dim: (math.prod(factors[f].value or 0 for f in dim), dim), default=None)
+    return frozenset() if longest is None else frozenset(way) - set(longest)
+
+
 def _with_runs(chosen: frozenset[str], joints: Sequence[_Joint], factors: Mapping[str, Expr]) -> dict[str, Runs] | str:
     """Return the runs of every factor that is cut, or why one has none."""
     out: dict[str, Runs] = {name: ((1, factors[name].value or 0),) for name in chosen}
@@ -155,11 +174,17 @@ def _with_runs(chosen: frozenset[str], joints: Sequence[_Joint], factors: Mappin
 
 @dataclass
 class _Rewrite:
-    """Makes the sizes of some factors multiples of `s`, with nodes that take parts of what is made whole."""
+    """Makes the sizes of some factors multiples of `s`, with nodes that take parts of what is made whole.
+
+    Attributes:
+        late: factors of sequences that stay whole, on every rank, until they meet what is cut.
+    """
 
     graph: ModelGraph
     parts: Mapping[str, Runs]
+    late: frozenset[str] = frozenset()
     whole: dict[str, str] = field(default_factory=dict)  # factor that is cut -> that of the same size which is not
+    stays: WholeValues = field(default_factory=WholeValues)
 
     def __post_init__(self) -> None:
         self.length = math.gcd(*(tokens for runs in self.parts.values() for _, tokens in runs))
@@ -178,15 +203,42 @@ class _Rewrite:
             return f"block {shared[0]} makes both tables of all tokens and parts of them"
         if not any(self._cut(graph.values[name].dims) for name in graph.inputs):
             return f"no input has them: {', '.join(graph.inputs)}"
+        self.stays = whole_values(graph, self.parts, self.late)
         blocks = {n: self._block(b, is_free=True in kinds.get(n, ())) for n, b in graph.blocks.items()}
+        values = {name: self._kept(value, name in self.stays.top) for name, value in graph.values.items()}
+        calls = self._with_parts(values, blocks)
         return replace(
             graph,
             factors=self.factors,
-            values={name: self._shaped(value) for name, value in graph.values.items()},
+            values=values,
             blocks=blocks,
+            calls=calls,
             bounds={**graph.bounds, "s": (self.length, self.length)},
             parts=dict(self.parts),
         )
+
+    def _with_parts(self, values: dict[str, Value], blocks: dict[str, Block]) -> tuple[Call, ...]:
+        """Return the calls, with further ones that take parts of whole values for the calls that are to get them."""
+        taken, calls = FreshNames((*values, *blocks, *(call.name for call in self.graph.calls))), list[Call]()
+        new: dict[str, str] = {}
+        for call in self.graph.calls:
+            stays, formals = self.stays.of_block(call.block), self.graph.blocks[call.block].inputs
+            needed = [a for a, f in zip(call.inputs, formals, strict=True) if a in self.stays.top and f not in stays]
+            for name in (n for n in dict.fromkeys(needed) if n not in new):
+                block = self._taking(self.graph.values[name], taken)
+                part = new[name] = taken.fresh(f"{name}_part")
+                blocks[block.name] = block
+                values[part] = replace(block.values[block.outputs[0]], name=part)
+                calls.append(Call(block.name, block.name, (name,), (part,), {}, {}))
+            calls.append(replace(call, inputs=tuple(new[n] if n in needed else n for n in call.inputs)))
+        return tuple(calls)
+
+    def _taking(self, value: Value, names: FreshNames) -> Block:
+        """Return a block that takes the rank's part of a value."""
+        whole = self._as_whole(replace(value, name="whole"))
+        nodes, made = self._steps(replace(value, name="whole"), whole, FreshNames(["whole"]), "")
+        held = {x.name: x for x in (whole, *made)}
+        return Block(names.fresh("parts"), ("whole",), (), (), (made[-1].name,), tuple(nodes), held)
 
     def _is_cut(self, block: Block) -> bool:
         return any(self._cut(value.dims) for value in block.values.values())
@@ -210,10 +262,38 @@ class _Rewrite:
     def _runs(self, value: Value, at: int) -> Runs | None:
         return runs_of((value.dims or ())[at], self.graph.factors, self.parts)
 
-    def _cut_up_to(self, at: int, value: Value, whole: Value, name: str) -> Value:
-        """Return a value that is cut up to this dim, and behind it as one that is whole."""
-        dims = (*(value.dims or ())[: at + 1], *(whole.dims or ())[at + 1 :])
-        return self._shaped(replace(value, name=name, dims=dims))
+    def _kept(self, value: Value, stays: bool) -> Value:
+        """Return a value in its new sizes; `stays`: it is whole on every rank."""
+        return self._as_whole(value) if stays else self._shaped(value)
+
+    def _steps(
+        self, value: Value, whole: Value, names: FreshNames, source: str, form: str = OWN_PART
+    ) -> tuple[list[Node], list[Value]]:
+        """Return nodes that make the rank's part of a value from the whole, one dim after the other, and their results.
+
+        Args:
+            form: OWN_PART; REGROUP: the rank has all of it, under other names of its factors.
+        """
+        last, nodes, made = whole, list[Node](), list[Value]()
+        for at in self._cut(value.dims):
+            part = names.fresh(f"{value.name.rpartition('.')[2]}_part")
+            dims = (*(value.dims or ())[: at + 1], *(whole.dims or ())[at + 1 :])
+            attrs = {"dim": at} if form == REGROUP else {"dim": at, "runs": self._runs(value, at)}
+            nodes.append(Node(part, form, (last.name,), (part,), attrs, "", source))
+            last = self._shaped(replace(value, name=part, dims=dims))
+            made.append(last)
+        return nodes, made
+
+    def _put_together(self, value: Value, names: FreshNames) -> tuple[list[Node], list[Value]]:
+        """Return nodes that give a value that is whole the names of factors that are not cut, and their results."""
+        whole, last, nodes, made = self._as_whole(value), value, list[Node](), list[Value]()
+        for at in self._cut(value.dims):
+            name = names.fresh(f"{value.name.rpartition('.')[2]}_whole")
+            dims = (*(whole.dims or ())[: at + 1], *(value.dims or ())[at + 1 :])
+            nodes.append(Node(name, REGROUP, (last.name,), (name,), {"dim": at}, "", ""))
+            last = self._shaped(replace(value, name=name, dims=dims))
+            made.append(last)
+        return nodes, made
 
     def _block(self, block: Block, *, is_free: bool) -> Block:
         """Return the block; what it makes of nothing that is cut is whole, and its users take parts of it.
@@ -221,25 +301,29 @@ class _Rewrite:
         Args:
             is_free: its calls make whole sequences, of which parts are taken later.
         """
-        names = FreshNames(block.values)
-        values = {name: self._shaped(value) for name, value in block.values.items()}
+        names, stays = FreshNames(block.values), self.stays.of_block(block.name)
+        whole = stays & set(block.inputs) if is_free else stays
+        values = {name: self._kept(value, name in whole) for name, value in block.values.items()}
         taken: dict[str, str] = {}  # what is whole -> the rank's part of it
         nodes: list[Node] = []
 
         def take(name: str, source: str) -> None:
-            value = block.values[name]
+            value, form = block.values[name], REGROUP if is_free else OWN_PART
             values[name] = self._as_whole(value)
-            for at in self._cut(value.dims):
-                last = taken.get(name, name)
-                part = taken[name] = names.fresh(f"{name.rpartition('.')[2]}_part")
-                values[part] = self._cut_up_to(at, value, values[last], part)
-                attrs = {"dim": at} if is_free else {"dim": at, "runs": self._runs(value, at)}
-                nodes.append(Node(part, REGROUP if is_free else OWN_PART, (last,), (part,), attrs, "", source))
+            steps, made = self._steps(value, values[name], names, source, form)
+            nodes.extend(steps)
+            values.update((x.name, x) for x in made)
+            taken[name] = made[-1].name
 
-        for name in (*block.params, *block.buffers):
+        for name in (*block.params, *block.buffers, *(whole if is_free else ())):
             if self._cut(block.values[name].dims):
                 take(name, "")
         for node in block.nodes:
+            if node.name in self.stays.nodes_of(block.name):
+                nodes.append(node)
+                continue
+            for name in (n for n in dict.fromkeys(node.tensor_inputs) if n in whole and n not in taken):
+                take(name, node.source)
             given = [taken.get(name, name) for name in node.tensor_inputs]
             inputs = tuple(n if n is None else taken.get(n, n) for n in node.inputs)
             nodes.append(replace(self._sliced(node, block), inputs=inputs))
@@ -248,8 +332,16 @@ class _Rewrite:
                 for name in node.outputs:
                     if self._cut(block.values[name].dims):
                         take(name, node.source)
-        outputs = tuple(taken.get(name, name) for name in block.outputs)
-        return replace(block, nodes=tuple(nodes), values=values, outputs=outputs)
+        outputs = [name if name in whole else taken.get(name, name) for name in block.outputs]
+        for i, name in enumerate(block.outputs if is_free else ()):
+            if name in stays and name not in taken:
+                steps, made = self._put_together(values[name], names)
+                nodes += steps
+                values |= {x.name: x for x in made}
+                outputs[i] = made[-1].name
+            elif name in stays:
+                outputs[i] = name
+        return without_unread(replace(block, nodes=tuple(nodes), values=values, outputs=tuple(outputs)))
 
     def _sliced(self, node: Node, block: Block) -> Node:
         """Return a slice along a dim that is cut with its ends as multiples of `s`."""
