@@ -455,36 +455,27 @@ def _machine_profile(
     precision: str = "native",
 ) -> Profile | None:
     """Return this machine's profile, after measuring the model's operations that it lacks. Every rank calls it."""
-    from autoplan.profiler.calm import disturbed_parts, load_average
-    from autoplan.profiler.run import (
-        cached_profile,
-        graph_tasks,
-        keep_profile,
-        machine_key,
-        main_dtypes,
-        measure_in_job,
-        resolve,
-    )
+    from autoplan.profiler import calm, run
 
-    given = resolve()
+    given = run.resolve()
     if given != "measure":
         return given
-    key = machine_key(cluster.num_devices, cluster.device_type)
+    key = run.machine_key(cluster.num_devices, cluster.device_type)
 
     def wanted() -> tuple[str | None, list[ProfilerTask], tuple[str, ...], bool]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
-        have = cached_profile(key)
+        have = run.cached_profile(key)
         facts = Facts.of(graph, cluster, global_batch_size, seq_len, target_len=target_len)
         checked = space(graph, cluster, global_batch_size, pins, facts=facts)
         cases = {(c.tp, c.micro_batch_size, c.cp) for c in checked.candidates}
         tasks: dict[str, ProfilerTask] = {}
         for tp, size, cp in sorted(cases):
-            for task in graph_tasks(graph, [tp], {"b": size, "s": seq_len // cp, "t": target_len or seq_len}):
+            for task in run.graph_tasks(graph, [tp], {"b": size, "s": seq_len // cp, "t": target_len or seq_len}):
                 tasks.setdefault(task.work.key, task)
         missing = [t for k, t in tasks.items() if have is None or k not in have.settled]
-        again = have is None or bool(disturbed_parts(have, load_average(), os.cpu_count() or 1))
-        dtypes = main_dtypes(graph, executed_precision(precision))
+        again = have is None or bool(calm.disturbed_parts(have, calm.load_average(), os.cpu_count() or 1))
+        dtypes = run.main_dtypes(graph, executed_precision(precision))
         return (None if have is None else have.to_json()), missing, dtypes, again
 
     have_json, tasks, dtypes, again = _agree(wanted, "listing what to measure")
@@ -492,9 +483,9 @@ def _machine_profile(
     if have is not None and not tasks and not again:
         return have
     budget_s = float(os.environ.get("AUTOPLAN_PROFILE_BUDGET_S", _PROFILE_BUDGET_S))
-    found = measure_in_job(tasks, budget_s, known=have, dtypes=dtypes, device=device)
+    found = run.measure_in_job(tasks, budget_s, known=have, dtypes=dtypes, device=device)
     if dist.get_rank() == 0:
-        keep_profile(found, key)
+        run.keep_profile(found, key)
     return found
 
 

@@ -24,7 +24,8 @@ from torch import nn
 from autoplan.errors import DeviceError
 from autoplan.runtime import private
 from autoplan.runtime.agree import agreed, listed, ranks_text
-from autoplan.runtime.failure import exchange_texts, give_back_at_exit, init_process_group, timeout_of, watch
+from autoplan.runtime.failure import exchange_texts, give_back_at_exit, init_process_group, watch
+from autoplan.runtime.timeouts import timeout_of
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # backends of the group that is made here, by device type
 # Variables with a rank's number on its host: torchrun, Slurm, Open MPI, MPICH and Intel MPI.

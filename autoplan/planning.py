@@ -39,8 +39,8 @@ from autoplan.program.adapters import with_adapters
 from autoplan.program.autocast import of_precision
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
-from autoplan.runtime.failure import timeout_of
 from autoplan.runtime.spec import ProgramSpec
+from autoplan.runtime.timeouts import timeout_of
 from autoplan.search.layout_store import LayoutStore
 from autoplan.search.planner import PlanRequest, search_plan
 from autoplan.units import DEVICE_TYPES

@@ -48,11 +48,10 @@ from autoplan.runtime.agree import is_agreed
 from autoplan.runtime.news import News, NewsKind
 from autoplan.runtime.peers import Address, Listener, Silence, route_to
 from autoplan.runtime.ranks import Ranks
+from autoplan.runtime.timeouts import timeout_of
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT_S = 600.0
-TIMEOUT_VARIABLE = "AUTOPLAN_TIMEOUT_S"
 # How long a rank whose collective broke waits for answers of the others, which may be slow on a busy machine.
 GRACE_S = 10.0
 # How long one question waits for its answer.
@@ -120,31 +119,6 @@ class WaitEnded(dist.DistError):
 
 _state: Ranks | None = None
 _call: ContextVar[str] = ContextVar("autoplan_call", default="")
-
-
-def timeout_of(timeout_s: float | None = None) -> timedelta:
-    """Return the timeout of collectives: the argument, else AUTOPLAN_TIMEOUT_S, else 600; all in seconds.
-
-    Raises:
-        ValueError: it is not a positive number, or too many seconds for torch.
-    """
-    given: object = timeout_s
-    text = os.environ.get(TIMEOUT_VARIABLE, "") if given is None else ""
-    name = TIMEOUT_VARIABLE if text else "timeout_s"
-    if given is None:
-        try:
-            given = float(text or DEFAULT_TIMEOUT_S)
-        except ValueError:
-            given = text
-    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 < given <= _LONGEST_S:
-        raise ValueError(
-            f"{name}={given!r} must be a positive number of seconds, at most {_LONGEST_S:.0e}; by default it is "
-            f"{DEFAULT_TIMEOUT_S:.0f}"
-        )
-    return timedelta(seconds=given)
-
-
-_LONGEST_S = 1e9  # 30 years
 
 
 def init_process_group(backend: str | None = None, *, timeout_s: float | None = None, **options: Any) -> None:

@@ -57,17 +57,10 @@ class GivenModule:
         ]
         self._evaluated = "" if model.training else _first_that_trains_otherwise(model)
         self._modes = [(name, weakref.ref(m), m.training) for name, m in model.named_modules() if _has_modes(m)]
-        memo: dict[int, Any] = {id(p): _without_memory(p) for p in model.parameters()}
-        kept = {id(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-        memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers() if id(b) in kept}
-        for name, b in model.named_buffers():
-            if id(b) not in kept and b.device.type != "cpu":
-                value = (buffers or {})[name] if b.is_meta else b.detach()
-                memo[id(b)] = value.to("cpu")
         self._form: nn.Module | None = None
         self.reason: str = ""
         try:
-            self._form = copy.deepcopy(model, memo)
+            self._form = copy.deepcopy(model, _copied(model, buffers or {}))
         except Exception as exc:  # of anything that the user's module holds: a lock, an open file, a tensor of a graph
             self.reason = (
                 f"{type(model).__name__} cannot be copied ({type(exc).__name__}: {exc}); build it again and load "
@@ -227,6 +220,18 @@ def _otherwise_in_eval(module: nn.Module) -> str:
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
         return "keeps its statistics"
     return ""
+
+
+def _copied(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[int, Any]:
+    """Return what stands for tensors in a copy of a module: parameters and what is in its state have no memory."""
+    memo: dict[int, Any] = {id(p): _without_memory(p) for p in model.parameters()}
+    kept = {id(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers() if id(b) in kept}
+    for name, b in model.named_buffers():
+        if id(b) not in kept and b.device.type != "cpu":
+            value = buffers[name] if b.is_meta else b.detach()
+            memo[id(b)] = value.to("cpu")
+    return memo
 
 
 def _without_memory(p: nn.Parameter) -> nn.Parameter:

@@ -523,17 +523,18 @@ class Translator:
             grad = passes and any(v.requires_grad and has_derivative(item.attrs, k, i) for i, v in enumerate(inputs))
             grad = grad and ("float" in dtype or "complex" in dtype)
             self.trace.values[name] = Value(name, self._shape(meta) if item.shape is None else item.shape, dtype, grad)
-        attrs = {k: v for k, v in item.attrs.items()}
-        if not self.casts and op_record(item.op).multiplies:
-            attrs[WITHOUT_AUTOCAST] = True
+        node = Node(base, item.op, tensors, tuple(outs), self._attributes(item, inputs, metas), scope, where)
+        self.trace.append(node, self.layer[-1] if self.layer else "")
+        self.trace.within[base] = self.within
+        return outs
+
+    def _attributes(self, item: IrOp, inputs: Sequence[Value], metas: Sequence[Any]) -> dict[str, Any]:
+        attrs = {**item.attrs, **({WITHOUT_AUTOCAST: True} if op_record(item.op).multiplies and not self.casts else {})}
         if op_has(item.op, Trait.TAKES_DTYPE):
             attrs["dtype"] = item.dtype or dtype_name(metas[0].dtype)
         elif inputs and attrs.get("dtype") == inputs[0].dtype:  # as a cast to the dtype that it has
             attrs["dtype"] = None
-        node = Node(base, item.op, tensors, tuple(outs), attrs, scope, where)
-        self.trace.append(node, self.layer[-1] if self.layer else "")
-        self.trace.within[base] = self.within
-        return outs
+        return attrs
 
     def _arguments(self, node: fx.Node, op: torch._ops.OpOverload | None) -> tuple[Arguments, dict[str, Any]]:
         """Return the given arguments and the defaults of all arguments.

@@ -351,9 +351,9 @@ class _Compiler:
         return CarriedSpec(name, shape, value.dtype, types, value.requires_grad)
 
     def _ledger(self, index: int) -> list[LedgerEntry]:
-        out = []
+        out, gradients = [], with_gradients(self.graph, self.lowered)
         for name in self.layouts.stages[index]:
-            for c in sent(self.lowered[self.calls[name].block], self._with_gradient[name]):
+            for c in sent(self.lowered[self.calls[name].block], gradients[name]):
                 axis = self.layouts.mesh.canonical(c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes])
                 size = c.num_elements * self._sent_width(c)
                 out.append(LedgerEntry(index, name, c.what, c.kind, axis, terms(size), c.phase, c.per))
@@ -366,11 +366,6 @@ class _Compiler:
             size = local_bytes(self.graph.values[value], self.layout_of[value], self.graph.factors, self.layouts.axes)
             out.append(LedgerEntry(index, "stage", value, "send_recv", "pp", terms(size), phase, "micro_batch"))
         return out
-
-    @functools.cached_property
-    def _with_gradient(self) -> dict[str, set[str]]:
-        """The variables of every call that get a gradient."""
-        return with_gradients(self.graph, self.lowered)
 
     def _sent_width(self, c: Collective) -> int:
         """Return the bytes of a sent element. Gradients of a parameter may be summed in a dtype of their own."""

@@ -274,6 +274,10 @@ class ModelGraph:
         of = [[c] for c in self.calls] if groups is None else [[calls[n] for n in group] for group in groups]
         return Dataflow([([v for c in g for v in c.inputs], [v for c in g for v in c.outputs]) for g in of])
 
+    def uses_of(self, block: str) -> list[Call]:
+        """Return the calls of a block, in their order."""
+        return [call for call in self.calls if call.block == block]
+
     def free_calls(self) -> frozenset[str]:
         """Return calls that need no parameter, not even through their inputs: every pipeline stage recomputes them."""
         return self._free_calls

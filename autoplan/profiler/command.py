@@ -34,7 +34,8 @@ from autoplan.profiler.run import (
 )
 from autoplan.report.files import check_writable
 from autoplan.report.output import say_note
-from autoplan.runtime.failure import TIMEOUT_VARIABLE, RankFailure, guard
+from autoplan.runtime.failure import RankFailure, guard
+from autoplan.runtime.timeouts import TIMEOUT_VARIABLE
 
 _COMMAND_DEGREES = (1, 2, 4, 8)
 _COMMAND_SEQUENCE = 1024

@@ -29,7 +29,7 @@ class Machine:
         self.system: System = ThisMachine() if system is None else system
         self.speaks: bool = nodes.is_first(job.rank)
         self.topology: dict[str, Any] = {}
-        self.load = 0.0  # average of the busiest node before measuring
+        self.load: float = 0.0  # average of the busiest node before measuring
         self.before: list[tuple[DeviceState, ...]] = []
         self.after: list[tuple[DeviceState, ...]] = []
 

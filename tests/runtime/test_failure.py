@@ -31,11 +31,12 @@ from harness import PATIENCE, JobError, Pool, end_pools, free_port, pool
 
 from autoplan.runtime import activity, failure
 from autoplan.runtime.agree import agreed
-from autoplan.runtime.failure import RankFailure, guard, is_broken_collective, timeout_of
+from autoplan.runtime.failure import RankFailure, guard, is_broken_collective
 from autoplan.runtime.news import Knowledge, News, NewsKind
 from autoplan.runtime.optim import guard_step
 from autoplan.runtime.peers import Address, Listener, Silence, ask
 from autoplan.runtime.ranks import Ranks
+from autoplan.runtime.timeouts import timeout_of
 from experiments.faults import run as faults
 from experiments.faults.worker import Cell
 

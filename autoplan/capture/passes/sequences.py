@@ -301,47 +301,13 @@ class _Rewrite:
         Args:
             is_free: its calls make whole sequences, of which parts are taken later.
         """
-        names, stays = FreshNames(block.values), self.stays.of_block(block.name)
-        whole = stays & set(block.inputs) if is_free else stays
-        values = {name: self._kept(value, name in whole) for name, value in block.values.items()}
-        taken: dict[str, str] = {}  # what is whole -> the rank's part of it
-        nodes: list[Node] = []
-
-        def take(name: str, source: str) -> None:
-            value, form = block.values[name], REGROUP if is_free else OWN_PART
-            values[name] = self._as_whole(value)
-            steps, made = self._steps(value, values[name], names, source, form)
-            nodes.extend(steps)
-            values.update((x.name, x) for x in made)
-            taken[name] = made[-1].name
-
-        for name in (*block.params, *block.buffers, *(whole if is_free else ())):
+        made = _BlockInParts(self, block, is_free)
+        for name in (*block.params, *block.buffers, *(made.whole if is_free else ())):
             if self._cut(block.values[name].dims):
-                take(name, "")
+                made.take(name, "")
         for node in block.nodes:
-            if node.name in self.stays.nodes_of(block.name):
-                nodes.append(node)
-                continue
-            for name in (n for n in dict.fromkeys(node.tensor_inputs) if n in whole and n not in taken):
-                take(name, node.source)
-            given = [taken.get(name, name) for name in node.tensor_inputs]
-            inputs = tuple(n if n is None else taken.get(n, n) for n in node.inputs)
-            nodes.append(replace(self._sliced(node, block), inputs=inputs))
-            cut = any(self._cut(values[name].dims) for name in given)
-            if not cut and not op_has(node.op, Trait.FILLS):
-                for name in node.outputs:
-                    if self._cut(block.values[name].dims):
-                        take(name, node.source)
-        outputs = [name if name in whole else taken.get(name, name) for name in block.outputs]
-        for i, name in enumerate(block.outputs if is_free else ()):
-            if name in stays and name not in taken:
-                steps, made = self._put_together(values[name], names)
-                nodes += steps
-                values |= {x.name: x for x in made}
-                outputs[i] = made[-1].name
-            elif name in stays:
-                outputs[i] = name
-        return without_unread(replace(block, nodes=tuple(nodes), values=values, outputs=tuple(outputs)))
+            made.add(node)
+        return made.result()
 
     def _sliced(self, node: Node, block: Block) -> Node:
         """Return a slice along a dim that is cut with its ends as multiples of `s`."""
@@ -354,3 +320,62 @@ class _Rewrite:
             if isinstance(place, int) and place != INT_MAX and place % self.length == 0:
                 ends[name] = _S * (place // self.length)
         return replace(node, attrs={**node.attrs, **ends})
+
+
+class _BlockInParts:
+    """Makes a block anew, with nodes that take the rank's part of what is whole.
+
+    Attributes:
+        whole: values that stay whole in it.
+        taken: what is whole -> the rank's part of it.
+    """
+
+    def __init__(self, rewrite: _Rewrite, block: Block, is_free: bool) -> None:
+        self.rewrite, self.block, self.is_free = rewrite, block, is_free
+        self.names, self.stays = FreshNames(block.values), rewrite.stays.of_block(block.name)
+        self.whole = self.stays & set(block.inputs) if is_free else self.stays
+        self.values = {name: rewrite._kept(value, name in self.whole) for name, value in block.values.items()}
+        self.taken: dict[str, str] = {}
+        self.nodes: list[Node] = []
+
+    def take(self, name: str, source: str) -> None:
+        """Add nodes that take the rank's part of a value, which is whole."""
+        value, form = self.block.values[name], REGROUP if self.is_free else OWN_PART
+        self.values[name] = self.rewrite._as_whole(value)
+        steps, made = self.rewrite._steps(value, self.values[name], self.names, source, form)
+        self.nodes += steps
+        self.values |= {x.name: x for x in made}
+        self.taken[name] = made[-1].name
+
+    def add(self, node: Node) -> None:
+        """Add a node of the block, with the parts that it reads and those of what it makes whole."""
+        cut = self.rewrite._cut
+        if node.name in self.rewrite.stays.nodes_of(self.block.name):
+            self.nodes.append(node)
+            return
+        for name in dict.fromkeys(node.tensor_inputs):
+            if name in self.whole and name not in self.taken:
+                self.take(name, node.source)
+        inputs = tuple(n if n is None else self.taken.get(n, n) for n in node.inputs)
+        self.nodes.append(replace(self.rewrite._sliced(node, self.block), inputs=inputs))
+        if op_has(node.op, Trait.FILLS) or any(cut(self.values[n].dims) for n in inputs if n is not None):
+            return
+        for name in node.outputs:
+            if cut(self.block.values[name].dims):
+                self.take(name, node.source)
+
+    def result(self) -> Block:
+        """Return the block without parts that nothing reads."""
+        outputs = tuple(self._handed_out(name) for name in self.block.outputs)
+        return without_unread(replace(self.block, nodes=tuple(self.nodes), values=self.values, outputs=outputs))
+
+    def _handed_out(self, name: str) -> str:
+        """Return what the block hands out for an output: the whole, if it stays so outside, else the rank's part."""
+        if self.is_free and name in self.stays:
+            if name in self.taken:
+                return name
+            steps, made = self.rewrite._put_together(self.values[name], self.names)
+            self.nodes += steps
+            self.values |= {x.name: x for x in made}
+            return made[-1].name
+        return name if name in self.whole else self.taken.get(name, name)

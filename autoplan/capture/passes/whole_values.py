@@ -53,33 +53,30 @@ def whole_values(graph: ModelGraph, parts: Iterable[str], late: Set[str]) -> Who
         return WholeValues()
     parts, free = frozenset(parts), graph.free_calls()
     top = {name for name, value in graph.values.items() if _is_late(value, parts, late)}
+    calls_of = {name: graph.uses_of(name) for name in graph.blocks}
     given = {*graph.inputs, *(v for call in graph.calls if call.name in free for v in call.outputs)}
     while True:
         inside, nodes = dict[str, frozenset[str]](), dict[str, frozenset[str]]()
         for name, block in graph.blocks.items():
-            calls = [call for call in graph.calls if call.block == name]
-            whole = _everywhere(block.inputs, [call.inputs for call in calls], top)
-            if any(call.name in free for call in calls):
-                inside[name] = frozenset(whole | _everywhere(block.outputs, [call.outputs for call in calls], top))
-            else:
+            whole = _everywhere(block.inputs, [call.inputs for call in calls_of[name]], top)
+            if free.isdisjoint(call.name for call in calls_of[name]):
                 inside[name], nodes[name] = _propagated(block, whole, parts, late)
-        left = {
-            actual
-            for call in graph.calls
-            for actual, formal in zip(call.outputs, graph.blocks[call.block].outputs, strict=True)
-            if formal in inside[call.block]
-        }
-        read = {
-            actual
-            for call in graph.calls
-            if call.name not in free
-            for actual, formal in zip(call.inputs, graph.blocks[call.block].inputs, strict=True)
-            if formal in inside[call.block]
-        }
-        found = {name for name in top if (name in left or name in graph.inputs) and (name in read or name not in given)}
+                continue
+            inside[name] = frozenset(whole | _everywhere(block.outputs, [c.outputs for c in calls_of[name]], top))
+        left, read = set(graph.inputs), set(graph.values) - given
+        for call in graph.calls:
+            block = graph.blocks[call.block]
+            left |= _outside(call.outputs, block.outputs, inside[call.block])
+            read |= _outside(call.inputs, block.inputs, inside[call.block]) if call.name not in free else set()
+        found = top & left & read
         if found == top:
             return WholeValues(frozenset(top), inside, nodes)
         top = found
+
+
+def _outside(actuals: tuple[str, ...], formals: tuple[str, ...], inside: Set[str]) -> set[str]:
+    """Return the values of the graph that a call has for those inputs or outputs of its block that stay whole."""
+    return {actual for actual, formal in zip(actuals, formals, strict=True) if formal in inside}
 
 
 def _is_late(value: Value, parts: Set[str], late: Set[str]) -> bool:
