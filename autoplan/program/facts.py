@@ -357,7 +357,7 @@ class Facts:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user may not expect of the task: sequences beyond the positions of the config, attention whose dropout
-        costs more than attention, layers that the stack adds to the model, notes of the graph."""
+        costs more than attention, inputs of one size, layers that the stack adds to the model, notes of the graph."""
         if self.model is None:
             return ()
         graph, longest = self.model.graph, max(self.seq_len or 0, self.target_len or 0)
@@ -366,6 +366,11 @@ class Facts:
             found.append(
                 f"its config names {graph.positions:,} positions, and sequences have {longest:,} tokens: the price is "
                 "right, but a run needs a config for longer sequences"
+            )
+        if self.seq_len is not None and _has_fixed_inputs(graph):
+            found.append(
+                f"its inputs have a fixed size: a sequence length of {self.seq_len:,} changes no step, it only says "
+                "as how many tokens a sample counts"
             )
         if (rate := _attention_dropout(graph)) is not None:
             found.append(
@@ -380,6 +385,12 @@ class Facts:
                 f"{said} {usual} {layers} for tokens after the next, which {mtp_model(graph.name, usual)} prices"
             )
         return (*found, *graph.notes)
+
+
+def _has_fixed_inputs(graph: ModelGraph) -> bool:
+    """Return True if no input has a size that depends on the length of a sequence, as images have none."""
+    sizes = (size for name in graph.inputs for size in graph.values[name].shape)
+    return all(size.symbols <= {"b"} for size in sizes) and any(graph.values[n].shape for n in graph.inputs)
 
 
 def _attention_dropout(graph: ModelGraph) -> float | None:
