@@ -298,8 +298,9 @@ def test_sequences_beyond_the_positions_of_a_config_are_told(tmp_path: Path) -> 
 def test_images_of_one_size_have_no_sequence_length(tmp_path: Path) -> None:
     """A larger --seq-len gave more tokens per second of the same steps, and so fewer days and less money."""
     vit = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 16, "patch_size": 8}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**vit, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}))
+    path.write_text(json.dumps({**vit, **sizes}))
     words = ("estimate", str(path), "--cluster", "h100", "--seq-len", "4k", "--gbs", "8", "--json")
     (note,) = json.loads(run(*words).stdout)["model"]["notes"]
     assert "inputs have a fixed size: a sequence length of 4,096 changes no step" in note
