@@ -45,7 +45,8 @@ TASK_SETTINGS: tuple[Choice, ...] = (
     Choice(
         "precision",
         "bf16",
-        "bf16, fp16, fp32, fp8, mxfp8, fp4, or native (the model's own dtypes); suffixes keep more in 16 bits: "
+        "bf16, fp16, fp32, fp8, mxfp8, fp4, bf16-autocast and fp16-autocast (torch.autocast of float32 parameters), or "
+        "native (the model's own dtypes); suffixes keep more in 16 bits: "
         f"gradients (bf16{GRADIENTS_16}), AdamW's moments ({MOMENTS_16}), and of masters what a bfloat16 parameter "
         f"lacks ({REMAINDERS_16}); -grad32 overrides 16-bit gradients of --like.",
         written=Written.WORD,

@@ -71,9 +71,11 @@ def test_cards_on_which_people_fine_tune() -> None:
 
 def test_a_precision_that_a_device_lacks_names_those_it_has() -> None:
     """Turing has no bfloat16, Ampere no 8-bit floats."""
-    with pytest.raises(PinError, match=r"^t4-16gb has no figure for bfloat16; .*choose a precision .*: fp16, fp32$"):
+    others = "fp16, fp32, fp16-autocast"
+    with pytest.raises(PinError, match=rf"^t4-16gb has no figure for bfloat16; .*choose a precision .*: {others}$"):
         catalog.device("t4").flops("bfloat16")
-    with pytest.raises(PinError, match=r"^a10g-24gb has no figure for float8; .*a precision .*: bf16, fp16, fp32$"):
+    others = "bf16, fp16, fp32, bf16-autocast, fp16-autocast"
+    with pytest.raises(PinError, match=rf"^a10g-24gb has no figure for float8; .*a precision .*: {others}$"):
         catalog.device("a10g").flops("float8_block32")
 
 

@@ -138,7 +138,7 @@ def test_equal_stages() -> None:
 
 def test_without_a_stack_nothing_changes() -> None:
     assert request().options == RunOptions() and request().mode is Mode.EAGER
-    assert option_data(request(like="torch-eager").options) == option_data(RunOptions(fused_loss=FusedLoss.TORCH))
+    assert option_data(request(like="torch-eager").options) == option_data(RunOptions())
 
 
 def test_sweeps_take_the_settings_of_each_device_and_capacity_files_take_a_stack() -> None:
