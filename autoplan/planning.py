@@ -298,7 +298,6 @@ def plan_program(
 
     Raises: as `search_plan`; NotFasterError if no step is shorter than the best so far.
     """
-    graph = of_precision(graph, precision_of(precision), cluster.device_type)
     request = PlanRequest(
         graph,
         cluster,
@@ -314,7 +313,7 @@ def plan_program(
         **(so_far or SoFar()).asked(async_tp),
     )
     plan, chosen = planned(request)
-    return plan, compile_program(graph, chosen)
+    return plan, compile_program(request.graph, chosen)  # with the casts of its precision
 
 
 _Way = tuple[bool, bool]  # how blocks run: compiled, and with async TP

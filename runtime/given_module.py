@@ -56,7 +56,7 @@ class GivenModule:
             (name, weakref.ref(held), _form(held)) for name, held in (*model.named_modules(), *model.named_parameters())
         ]
         self._evaluated = "" if model.training else _first_that_trains_otherwise(model)
-        self._modes = [(name, weakref.ref(m), m.training) for name, m in model.named_modules() if _has_modes(m)]
+        self._modes = [(name, weakref.ref(m), m.training) for name, m in model.named_modules() if _otherwise_in_eval(m)]
         self._form: nn.Module | None = None
         self.reason: str = ""
         try:
@@ -204,10 +204,6 @@ def _first_that_trains_otherwise(model: nn.Module) -> str:
         if not module.training and (kept := _otherwise_in_eval(module)):
             return f"{name} {kept}"
     return ""
-
-
-def _has_modes(module: nn.Module) -> bool:
-    return bool(_otherwise_in_eval(module))
 
 
 def _otherwise_in_eval(module: nn.Module) -> str:

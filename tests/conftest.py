@@ -46,6 +46,17 @@ def _no_group_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in the worker processes: sums of 16-bit numbers depend on how many threads share them."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def one_process() -> Iterator[None]:
     """For a test that trains in this process: the group that autoplan made ends with the test."""
     yield

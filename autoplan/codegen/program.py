@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -179,13 +179,13 @@ class _Compiler:
         return [value for value, (made, last) in self.spans.items() if made <= boundary < last]
 
     def run(self) -> Program:
-        stages, sources, ledger = [], {}, []
+        stages, sources, ledger, gradients = [], {}, [], with_gradients(self.graph, self.lowered)
         for index in range(len(self.layouts.stages)):
             name = f"stage{index}.py"
             spec = self._stage_spec(index, name)
             stages.append(spec)
             sources[name] = self._source(index, spec)
-            ledger += self._ledger(index)
+            ledger += self._ledger(index, gradients)
         mesh = self.layouts.mesh
         program = ProgramSpec(
             model=self.graph.name,
@@ -350,8 +350,8 @@ class _Compiler:
         types = tuple((a.name, t.kind_name) for a, t in zip(self.layouts.axes, layout, strict=True))
         return CarriedSpec(name, shape, value.dtype, types, value.requires_grad)
 
-    def _ledger(self, index: int) -> list[LedgerEntry]:
-        out, gradients = [], with_gradients(self.graph, self.lowered)
+    def _ledger(self, index: int, gradients: Mapping[str, Set[str]]) -> list[LedgerEntry]:
+        out = []
         for name in self.layouts.stages[index]:
             for c in sent(self.lowered[self.calls[name].block], gradients[name]):
                 axis = self.layouts.mesh.canonical(c.axes[0] if len(c.axes) == 1 else self.ctx.groups[c.axes])

@@ -47,7 +47,7 @@ class RunOptions:
         words=Attention,
         said_as="{} attention",
         executed=((Attention.FLASH2, tuple(Mode)),),
-        about=("Attention kernel: `unfused`, `flash1`, `flash2` or `fused`; default: that of the mode"),
+        about="Attention kernel: `unfused`, `flash1`, `flash2` or `fused`; default: that of the mode",
     )
     launch: Launch = choice(
         Launch.ASYNC,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 
 import mixed_jobs
@@ -39,16 +38,8 @@ from autoplan.search.layouts import LayoutCache
 from autoplan.search.request import PlanRequest
 from experiments.shared.default_plans import read_pins
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ignored = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As in the worker processes: sums of 16-bit numbers depend on how many threads share them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 PROCESSES = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,18 +13,10 @@ from parity import SEQ, Case, compiled, settled_bytes, spread_out, trained, wors
 from autoplan.runtime.spec import evaluate_terms
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.processes,
     pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As in the worker processes: sums of 16-bit numbers depend on how many threads share them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # What changes nothing inside a micro-batch: its gradients are the same bits, and all sums are float32.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import mixed_jobs
 import pytest
@@ -27,18 +27,10 @@ from autoplan.search.layouts import LayoutCache
 from autoplan.search.request import PlanRequest
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.processes,
     pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As in the worker processes: sums of 16-bit numbers depend on how many threads share them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # What changes nothing inside a micro-batch: its 16-bit gradients are the same bits, and what adds them is float32.
